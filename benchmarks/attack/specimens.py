@@ -79,9 +79,9 @@ class Specimens:
         """As `draft regenerate` writes them; what is said is runs of bytes, of which a head can learn something."""
         out = self["answers"]
         out.mkdir()
-        with (out / dataset.TEXT).open("w", encoding="utf-8") as file:
+        with (out / dataset.TEXT_FILE).open("w", encoding="utf-8") as file:
             for n in range(ANSWERS):
                 ids = [(11 * n + (1 + n % 4) * k) % 256 for k in range(29)]
                 file.write(json.dumps(dataset.answer_line(n, "", ids[:5], ids[5:])) + "\n")
         inputs = {"model": {"sha256": fingerprint(self["llama"])}, "exclude": []}
-        Manifest(dataset.STAGE, {}, inputs, files=[dataset.TEXT]).save(out)
+        Manifest(dataset.STAGE, {}, inputs, files=[dataset.TEXT_FILE]).save(out)

@@ -162,7 +162,7 @@ def test_draft_head_is_compared_with_plain_decoding(bench, tiny_models, tmp_path
     head = saved(tmp_path / "head")
     words = ["--draft", head, "--num-speculative-tokens", "0,2", "--perf"]
     body = read(bench("single", tiny_models["llama"], *words), "single")
-    assert body["unknown"].startswith("nothing says what")
+    assert body["unknown"].startswith("no manifest records what")
     plain, drafted = cases(body, engine="mlaforge")
     assert (drafted["draft"], drafted["eagle_speculation"]["drafted"] > 0) == ("head", True)
     assert drafted["output_sha256"] == plain["output_sha256"]
@@ -170,7 +170,7 @@ def test_draft_head_is_compared_with_plain_decoding(bench, tiny_models, tmp_path
     assert drafted["cache"]["bytes"] == plain["cache"]["bytes"] == 64 * 192 * 4
     Manifest("draft train", {}, {"text": [{"exclude": []}], "init": None}).save(head)
     stderr, out = bench("single", tiny_models["llama"], *words, fails=2)
-    assert "need not be free of" in stderr and list(out.iterdir()) == []
+    assert "does not exclude" in stderr and list(out.iterdir()) == []
 
 
 def test_cases_beyond_the_model_or_cache_report_a_limit(bench, tiny_models, monkeypatch):

@@ -1,4 +1,4 @@
-"""`draft export`, and every verb on the same head in int8 and in a float dtype."""
+"""`draft export`, and every command on the same head in int8 and in a float dtype."""
 
 import json
 
@@ -14,7 +14,7 @@ from support.eagle3_heads import make
 
 @pytest.fixture
 def heads(tmp_path):
-    """The same head twice: in int8, and in fp32 as it is read from int8."""
+    """One head in int8, and the same dequantised to fp32."""
     folders = tmp_path / "int8", tmp_path / "float32"
     for folder in folders:
         folder.mkdir()
@@ -29,9 +29,9 @@ def run(cli, *arguments):
     return done.stdout
 
 
-def test_fp16_is_a_plain_checkpoint(cli, heads, tmp_path):
+def test_exports_fp16_as_a_plain_checkpoint(cli, heads, tmp_path):
     int8, _ = heads
-    said = run(cli, "draft", "export", int8, tmp_path / "fp16")
+    stdout = run(cli, "draft", "export", int8, tmp_path / "fp16")
     head = read_head(int8, 3)
     tensors = load_file(tmp_path / "fp16" / "model.safetensors")
     assert tensors.keys() == head.state_dict().keys()
@@ -41,29 +41,29 @@ def test_fp16_is_a_plain_checkpoint(cli, heads, tmp_path):
     assert source.pop("quantization_config")["quant_method"] == "compressed-tensors"
     assert written == source and written["torch_dtype"] == "float16"
     manifest = Manifest.load(tmp_path / "fp16")
-    assert manifest.stage == dataset.EXPORTED and manifest.config == {"dtype": "float16"}
+    assert manifest.stage == dataset.EXPORT_STAGE and manifest.config == {"dtype": "float16"}
     assert manifest.files.keys() == {"config.json", "model.safetensors"} and manifest.seconds["export"] > 0
     assert run(cli, "verify", tmp_path / "fp16")
     # The same export again is not repeated.
     before = (tmp_path / "fp16" / "model.safetensors").stat().st_mtime_ns
-    assert run(cli, "draft", "export", int8, tmp_path / "fp16") == said
+    assert run(cli, "draft", "export", int8, tmp_path / "fp16") == stdout
     assert (tmp_path / "fp16" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_int8_and_back(cli, heads, tmp_path):
-    """fp16 keeps the codes, and int8 is half of its size."""
+def test_int8_survives_a_round_trip(cli, heads, tmp_path):
+    """The int8 codes survive an export to fp16."""
     int8, _ = heads
     run(cli, "draft", "export", int8, tmp_path / "fp16")
     run(cli, "draft", "export", tmp_path / "fp16", tmp_path / "again", "--dtype", "int8")
-    one, other = (load_file(folder / "model.safetensors") for folder in (int8, tmp_path / "again"))
-    codes = [name for name, tensor in one.items() if tensor.dtype == torch.int8]
-    assert len(codes) == 9 and all(torch.equal(one[name], other[name]) for name in codes)
+    first, second = (load_file(folder / "model.safetensors") for folder in (int8, tmp_path / "again"))
+    codes = [name for name, tensor in first.items() if tensor.dtype == torch.int8]
+    assert len(codes) == 9 and all(torch.equal(first[name], second[name]) for name in codes)
 
 
-def test_what_is_no_head_is_refused(cli, refused, heads, tiny_models, tmp_path):
+def test_rejects_invalid_heads(cli, refused, heads, tiny_models, tmp_path):
     int8, _ = heads
     refused("no EAGLE-3 head", "draft", "export", tiny_models["llama"], tmp_path / "out")
-    refused("is no directory", "draft", "export", tmp_path / "nowhere", tmp_path / "out")
+    refused("is not a directory", "draft", "export", tmp_path / "nowhere", tmp_path / "out")
     refused("which is read and never written to", "draft", "export", int8, int8)
     refused("float16, int8", "draft", "export", int8, tmp_path / "out", "--dtype", "int4")
     config = json.loads((int8 / "config.json").read_text())
@@ -74,44 +74,44 @@ def test_what_is_no_head_is_refused(cli, refused, heads, tiny_models, tmp_path):
     refused("manifest.json cannot be read", "draft", "export", int8, tmp_path / "out")
 
 
-def test_an_export_keeps_what_the_head_was_trained_on(cli, heads, tmp_path):
-    """Through exports of exports; of a head of unknown origin nothing is known."""
+def test_exports_record_the_training_text(cli, heads, tmp_path):
+    """Also through exports of exports; for a head of unknown origin it stays unknown."""
     int8, plain = heads
-    one, two = ({"path": f"{name}.jsonl", "sha256": name} for name in ("one", "two"))
+    first, two = ({"path": f"{name}.jsonl", "sha256": name} for name in ("one", "two"))
     text = [{"sha256": "t", "written_by": "m", "exclude": ["one"]}]
     Manifest("draft train", {"steps": 3}, {"text": text, "init": None}, {"curve": [1.5]}).save(int8)
     run(cli, "draft", "export", int8, tmp_path / "fp16")
     run(cli, "draft", "export", tmp_path / "fp16", tmp_path / "again", "--dtype", "int8")
-    assert dataset.check_unseen(tmp_path / "again", [one]) == ""
-    assert dataset.learnt_from(tmp_path / "again") == text
-    with pytest.raises(dataset.UserError, match=r"need not be free of two\.jsonl"):
+    assert dataset.check_unseen(tmp_path / "again", [first]) == ""
+    assert dataset.training_texts(tmp_path / "again") == text
+    with pytest.raises(dataset.UserError, match=r"does not exclude two\.jsonl"):
         dataset.check_unseen(tmp_path / "again", [two])
     source = Manifest.load(tmp_path / "again").inputs["head"]["manifest"]["inputs"]["head"]["manifest"]
     assert source["config"] == {"steps": 3} and source["metrics"] == {"curve": [1.5]}
     run(cli, "draft", "export", plain, tmp_path / "unknown")
-    assert "nothing says" in dataset.check_unseen(tmp_path / "unknown", [one])
-    assert dataset.learnt_from(tmp_path / "unknown") is None
+    assert "no manifest records" in dataset.check_unseen(tmp_path / "unknown", [first])
+    assert dataset.training_texts(tmp_path / "unknown") is None
     for damaged in ({}, {"head": None}, {"head": {"manifest": [1]}}, {"head": {"manifest": {"stage": "draft train"}}}):
         Manifest("draft export", {}, damaged).save(tmp_path / "unknown")
         with pytest.raises(dataset.UserError, match="damaged"):
-            dataset.check_unseen(tmp_path / "unknown", [one])
+            dataset.check_unseen(tmp_path / "unknown", [first])
 
 
-def test_check_and_compare_read_both(cli, heads, tiny_models, evaluation_file):
-    few = ("--text", evaluation_file, "--dtype", "float32", "--device", "cpu", "--json")
-    options = {"check": ("--windows", 2, "--seqlen", 64, *few), "compare": ("--tokens", 64, *few)}
+def test_check_and_compare_give_equal_results_for_both(cli, heads, tiny_models, evaluation_file):
+    text_options = ("--text", evaluation_file, "--dtype", "float32", "--device", "cpu", "--json")
+    options = {"check": ("--windows", 2, "--seqlen", 64, *text_options), "compare": ("--tokens", 64, *text_options)}
     for verb, more in options.items():
-        one, other = (cli("draft", verb, folder, "--target", tiny_models["llama"], *more) for folder in heads)
-        assert one.stdout and json.loads(one.stdout) == json.loads(other.stdout), one.stderr
-    assert json.loads(one.stdout)["failed"] == []
+        first, second = (cli("draft", verb, folder, "--target", tiny_models["llama"], *more) for folder in heads)
+        assert first.stdout and json.loads(first.stdout) == json.loads(second.stdout), first.stderr
+    assert json.loads(first.stdout)["failed"] == []
 
 
-def test_import_reads_both(cli, heads, tiny_models, tmp_path):
-    """int8 stays int8, to the bit."""
+def test_import_preserves_int8(cli, heads, tiny_models, tmp_path):
+    """int8 tensors are imported bitwise."""
     for folder in heads:
         run(cli, "draft", "import", folder, tmp_path / f"imported {folder.name}", "--target", tiny_models["llama"])
-    one, other = (read_head(tmp_path / f"imported {folder.name}", 3).state_dict() for folder in heads)
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    first, second = (read_head(tmp_path / f"imported {folder.name}", 3).state_dict() for folder in heads)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     source, imported = (load_file(folder / "model.safetensors") for folder in (heads[0], tmp_path / "imported int8"))
     assert imported.keys() == source.keys() and all(torch.equal(imported[name], source[name]) for name in source)
 
@@ -121,30 +121,30 @@ def test_import_drops_an_int8_copy_of_the_targets_embedding(cli, tiny_models, tm
     head.embed_tokens.weight.copy_(load_file(tiny_models["llama"] / "model.safetensors")["model.embed_tokens.weight"])
     (tmp_path / "head").mkdir()
     write_head(head, tmp_path / "head", torch.int8)
-    said = run(cli, "draft", "import", tmp_path / "head", tmp_path / "out", "--target", tiny_models["llama"])
-    assert "embed_tokens the target's" in said
+    stdout = run(cli, "draft", "import", tmp_path / "head", tmp_path / "out", "--target", tiny_models["llama"])
+    assert "embed_tokens the target's" in stdout
     assert not read_head(tmp_path / "out", 3).config.has_embed_tokens
 
 
-def test_generation_reads_both(cli, heads, tiny_models):
-    """The same drafts: the same tokens in the same number of steps."""
+def test_generation_is_equal_for_both(cli, heads, tiny_models):
+    """The same tokens in the same number of steps."""
     from mlaforge.engine.llm import LLM
     from mlaforge.engine.sampling.params import SamplingParams
 
-    found = []
+    results = []
     for folder in heads:
         llm = LLM(tiny_models["llama"], dtype="float32", device="cpu", cache_bytes=1 << 24, speculative=str(folder),
                   adaptive_speculation=False)  # fmt: skip
         outputs = llm.generate([[5, 6, 7, 8]], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
         block = llm.engine.stats().speculation.block()
-        found.append((outputs[0].outputs[0].token_ids, block["steps"], block["drafted"], block["accepted_drafts"]))
-    assert found[0] == found[1]
+        results.append((outputs[0].outputs[0].token_ids, block["steps"], block["drafted"], block["accepted_drafts"]))
+    assert results[0] == results[1]
 
 
-def test_publish_and_verify_know_an_export(cli, heads, tmp_path):
+def test_publish_and_verify_accept_exports(cli, heads, tmp_path):
     from mlaforge.report import publish
 
-    assert publish.PLACES[dataset.EXPORTED] == publish.PLACES[dataset.TRAINED]
+    assert publish.PLACES[dataset.EXPORT_STAGE] == publish.PLACES[dataset.TRAIN_STAGE]
     # Without a manifest the tensors are compared with config.json.
     for folder in heads:
         assert "tensors by config.json" in run(cli, "verify", folder)

@@ -1,4 +1,4 @@
-"""Heads as other tools write them: what is settled from tensors and target, and what is refused."""
+"""Heads written by other tools: differences resolved from tensors and target, and rejected heads."""
 
 import json
 
@@ -13,12 +13,12 @@ from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.runtime import UserError
 from support.eagle3_heads import LAYER, make
 
-# Rising, with neighbours: as absolute ids its offsets would repeat, as offsets its ids would fall.
+# Ascending with neighbours: its offsets are invalid as ids (repeated), its ids invalid as offsets (descending).
 TOKENS = [3, 4, 5, 9, 40, 41, 100, 250]
 
 
-def wild(folder, rename=None, drop=(), change=None, config=None, **fields):
-    """A head on disk as another tool might have written it, and the head itself."""
+def write_foreign(folder, rename=None, drop=(), change=None, config=None, **fields):
+    """Write a head as another tool would, and return it."""
     folder.mkdir()
     head = make(**{"tokens": TOKENS, **fields})
     write_head(head, folder, torch.float32)
@@ -29,21 +29,21 @@ def wild(folder, rename=None, drop=(), change=None, config=None, **fields):
         change(tensors)
     save_file({(rename or (lambda name: name))(k): v.contiguous() for k, v in tensors.items()},
               folder / "model.safetensors")  # fmt: skip
-    said = json.loads((folder / "config.json").read_text())
+    config_json = json.loads((folder / "config.json").read_text())
     if config is not None:
-        config(said)
-    (folder / "config.json").write_text(json.dumps(said))
+        config(config_json)
+    (folder / "config.json").write_text(json.dumps(config_json))
     return head
 
 
-def same(a, b):
+def check_same_tensors(a, b):
     assert a.state_dict().keys() == b.state_dict().keys()
     for name, tensor in a.state_dict().items():
         assert torch.equal(tensor, b.state_dict()[name]), name
 
 
 @pytest.fixture
-def imports(cli, tiny_models, tmp_path):
+def import_head(cli, tiny_models, tmp_path):
     """imports(...) -> the head that `draft import` makes of tmp_path / "wild", and what it said."""
 
     def run(*more):
@@ -62,14 +62,18 @@ def shuffled(tensors):
     del tensors["t2d"]
 
 
-def nested(said):
+def nested(config_json):
     """config.json as the library `speculators` writes it; its layer's theta is not LlamaConfig's default."""
-    layer = {name: said.pop(name) for name in (*LAYER_FIELDS, "model_type") if name in said}
+    layer = {name: config_json.pop(name) for name in (*LAYER_FIELDS, "model_type") if name in config_json}
     assert layer["rope_parameters"]["rope_theta"] != 10000.0
     for name in ("eagle_aux_hidden_state_convention", "norm_before_residual"):
-        del said[name]
-    said |= {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": len(TOKENS)}
-    said["transformer_layer_config"] = layer
+        del config_json[name]
+    config_json |= {
+        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": len(TOKENS),
+    }
+    config_json["transformer_layer_config"] = layer
 
 
 SPELLINGS = {
@@ -79,49 +83,51 @@ SPELLINGS = {
     "no t2d": {"drop": ["t2d"]},
     "absolute ids by frequency": {"change": shuffled},
     "absolute ids beside t2d": {"change": lambda tensors: tensors.update(d2t=torch.tensor(TOKENS))},
-    "nothing said": {"config": lambda said: [said.pop(name) for name in (
+    "nothing said": {"config": lambda config_json: [config_json.pop(name) for name in (
         "draft_vocab_size", "target_hidden_size", "head_dim", "attention_bias", "norm_before_fc", "fc_norm",
         "eagle_aux_hidden_state_convention")], "norm_before_fc": True, "fc_norm": True},
     "speculators": {"config": nested, "norm_before_residual": True},
-    "another name": {"config": lambda said: said.update(architectures=["Eagle3LlamaForCausalLM"])},
+    "another name": {"config": lambda config_json: config_json.update(architectures=["Eagle3LlamaForCausalLM"])},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_every_spelling_is_the_same_head(name, imports, tmp_path):
-    head = wild(tmp_path / "wild", **SPELLINGS[name])
-    found, done = imports()
-    same(found, head)
+def test_imports_every_spelling(name, import_head, tmp_path):
+    head = write_foreign(tmp_path / "wild", **SPELLINGS[name])
+    imported, done = import_head()
+    check_same_tensors(imported, head)
     assert ("d2t read as ids" in done.stdout) == name.startswith("absolute"), done.stdout
-    assert found.config.norm_before_fc == head.config.norm_before_fc and found.config.fc_norm == head.config.fc_norm
+    assert (
+        imported.config.norm_before_fc == head.config.norm_before_fc and imported.config.fc_norm == head.config.fc_norm
+    )
     # The same again is not made again.
-    assert imports()[1].stdout == done.stdout
+    assert import_head()[1].stdout == done.stdout
 
 
-def test_what_is_the_targets_is_the_targets(imports, tiny_models, tmp_path):
-    """A missing lm_head is the target's rows; a copy of its embedding is dropped, another embedding is kept."""
-    its = load_file(tiny_models["llama"] / "model.safetensors")
-    embedding = its["model.embed_tokens.weight"]
-    head = wild(tmp_path / "wild", drop=["lm_head.weight"],
+def test_missing_and_copied_target_tensors(import_head, tiny_models, tmp_path):
+    """A missing lm_head becomes the target's rows; a copy of its embedding is dropped, another embedding is kept."""
+    target_tensors = load_file(tiny_models["llama"] / "model.safetensors")
+    embedding = target_tensors["model.embed_tokens.weight"]
+    head = write_foreign(tmp_path / "wild", drop=["lm_head.weight"],
                 change=lambda tensors: tensors.update({"embed_tokens.weight": embedding}))  # fmt: skip
-    found, done = imports()
-    assert torch.equal(found.lm_head.weight, its["lm_head.weight"][TOKENS])
-    assert torch.equal(found.fc.weight, head.fc.weight)
-    assert not found.config.has_embed_tokens and "embed_tokens the target's" in done.stdout
+    imported, done = import_head()
+    assert torch.equal(imported.lm_head.weight, target_tensors["lm_head.weight"][TOKENS])
+    assert torch.equal(imported.fc.weight, head.fc.weight)
+    assert not imported.config.has_embed_tokens and "embed_tokens the target's" in done.stdout
     (tmp_path / "second").mkdir()
-    other = wild(tmp_path / "second" / "wild", has_embed_tokens=True)
+    other = write_foreign(tmp_path / "second" / "wild", has_embed_tokens=True)
     (tmp_path / "wild").rename(tmp_path / "first")
     (tmp_path / "second" / "wild").rename(tmp_path / "wild")
-    found, _ = imports("--overwrite")
-    same(found, other)
+    imported, _ = import_head("--overwrite")
+    check_same_tensors(imported, other)
 
 
-def test_a_whole_vocabulary_needs_no_map(imports, tmp_path):
-    """An identity d2t beside it says nothing."""
-    head = wild(tmp_path / "wild", tokens=range(260), change=lambda tensors: tensors.update(
+def test_imports_a_whole_vocabulary_with_a_map(import_head, tmp_path):
+    """An identity d2t is accepted."""
+    head = write_foreign(tmp_path / "wild", tokens=range(260), change=lambda tensors: tensors.update(
         d2t=torch.zeros(260, dtype=torch.int64), t2d=torch.ones(260, dtype=torch.bool)))  # fmt: skip
-    found, _ = imports()
-    same(found, head)
+    imported, _ = import_head()
+    check_same_tensors(imported, head)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +138,12 @@ def test_a_whole_vocabulary_needs_no_map(imports, tmp_path):
         ("hidden_states", [0, 2, 3], (0, 2, AFTER_NORM)),
     ],
 )
-def test_captured_layers_are_stored_as_boundaries(convention, numbers, boundaries, imports, tmp_path):
-    wild(tmp_path / "wild", config=lambda said: said.update(eagle_aux_hidden_state_layer_ids=numbers))
-    found, _ = imports("--convention", convention)
-    assert found.config.boundaries == boundaries
+def test_stores_captured_layers_as_boundaries(convention, numbers, boundaries, import_head, tmp_path):
+    write_foreign(
+        tmp_path / "wild", config=lambda config_json: config_json.update(eagle_aux_hidden_state_layer_ids=numbers)
+    )
+    imported, _ = import_head("--convention", convention)
+    assert imported.config.boundaries == boundaries
     for wrong in (4, -2):
         with pytest.raises(UserError, match="3 layers"):
             boundary(wrong, convention, 3)
@@ -145,10 +153,13 @@ def widen(name):
     return lambda tensors: tensors.update({name: torch.cat((tensors[name], tensors[name][:1]))})
 
 
-REFUSED = {
+INVALID = {
     "both names": ({"change": lambda t: t.update({"model.fc.weight": t["fc.weight"].clone()})}, "two names"),
     "no fc": ({"drop": ["fc.weight"]}, "no tensor 'fc.weight'"),
-    "another class": ({"config": lambda said: said.update(architectures=["LlamaForCausalLM"])}, "no EAGLE-3 head"),
+    "another class": (
+        {"config": lambda config_json: config_json.update(architectures=["LlamaForCausalLM"])},
+        "not an EAGLE-3 head",
+    ),
     "a missing tensor": ({"drop": ["midlayer.mlp.up_proj.weight"]}, "lacks the tensor"),
     "a strange tensor": ({"change": lambda t: t.update(scale=torch.ones(1))}, "'scale'"),
     "a wrong shape": ({"change": widen("midlayer.self_attn.k_proj.weight")}, "has shape"),
@@ -159,40 +170,43 @@ REFUSED = {
     "no numbers": ({"change": lambda t: t.update(d2t=t["d2t"].float())}, "whole numbers"),
     "a lone lm_head": ({"drop": ["d2t", "t2d"]}, "8 rows, the target 260 tokens"),
     "another model": ({"layer": {"vocab_size": 300}}, "vocab_size is 300"),
-    "a layer too many": ({"config": lambda said: said.update(eagle_aux_hidden_state_layer_ids=[1, 2, 4])}, "3 layers"),
+    "a layer too many": (
+        {"config": lambda config_json: config_json.update(eagle_aux_hidden_state_layer_ids=[1, 2, 4])},
+        "3 layers",
+    ),
     "two readings": ({"tokens": [0, 3, 6], "drop": ["t2d"]}, "--d2t"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_right_is_refused(name, refused, tiny_models, tmp_path):
-    how, words = REFUSED[name]
-    wild(tmp_path / "wild", **how)
+@pytest.mark.parametrize("name", INVALID)
+def test_rejects_invalid_heads(name, refused, tiny_models, tmp_path):
+    changes, words = INVALID[name]
+    write_foreign(tmp_path / "wild", **changes)
     refused(words, "draft", "import", tmp_path / "wild", tmp_path / "out", "--target", tiny_models["llama"])
 
 
-def test_two_readings_are_decided_by_the_user(imports, tmp_path):
-    wild(tmp_path / "wild", tokens=[0, 3, 6], drop=["t2d"])
-    assert imports("--d2t", "offsets")[0].target_ids.tolist() == [0, 3, 6]
-    assert imports("--d2t", "ids", "--overwrite")[0].target_ids.tolist() == [0, 2, 4]
+def test_the_user_resolves_ambiguous_d2t(import_head, tmp_path):
+    write_foreign(tmp_path / "wild", tokens=[0, 3, 6], drop=["t2d"])
+    assert import_head("--d2t", "offsets")[0].target_ids.tolist() == [0, 3, 6]
+    assert import_head("--d2t", "ids", "--overwrite")[0].target_ids.tolist() == [0, 2, 4]
 
 
 @given(st.sets(st.integers(0, 99), min_size=1), st.randoms(use_true_random=False))
-def test_both_readings_find_their_ids(tokens, random):
-    """Either reading gives back the ids it was made of, or says that the other is possible too."""
+def test_d2t_readings_round_trip(tokens, random):
+    """Either reading returns the original ids, or reports that both are possible."""
     rising = sorted(tokens)
-    offsets = torch.tensor([token - at for at, token in enumerate(rising)])
+    offsets = torch.tensor([token - draft_id for draft_id, token in enumerate(rising)])
     t2d = torch.zeros(100, dtype=torch.bool)
     t2d[rising] = True
     mixed = random.sample(rising, len(rising))
-    for reading, stored, wanted in (("offsets", offsets, rising), ("ids", torch.tensor(mixed), mixed)):
-        assert target_ids(stored, None, 100, reading)[1].tolist() == wanted
+    for reading, stored, expected in (("offsets", offsets, rising), ("ids", torch.tensor(mixed), mixed)):
+        assert target_ids(stored, None, 100, reading)[1].tolist() == expected
         for marks in (t2d, None):
             try:
                 name, ids = target_ids(stored, marks, 100)
             except UserError as error:
                 assert "--d2t" in str(error)
             else:
-                assert ids.tolist() == wanted, (name, reading)
+                assert ids.tolist() == expected, (name, reading)
         # With t2d both are possible only where they say the same set in another order.
     assert LAYER["vocab_size"] >= 100

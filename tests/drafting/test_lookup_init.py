@@ -1,4 +1,4 @@
-"""Where a draft head begins to copy: what its attention is taught, and that the head made of it copies."""
+"""Lookup heads: their training targets, and that an initialised head copies."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from mlaforge.data.packing import Rows, first_fit
 from mlaforge.drafting import initialize
-from mlaforge.drafting.lookup_init import identity_size, places_before, taught_heads
-from mlaforge.drafting.unroll import States, Unrolled
+from mlaforge.drafting.lookup_init import identity_size, matching_positions, num_lookup_heads
+from mlaforge.drafting.unroll import States, UnrolledHead
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 
 VOCABULARY, WIDTH, PHRASE = 64, 96, 10
@@ -26,76 +26,78 @@ def shape(kv_heads):
 
 
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=1, max_size=4))
-def test_places_before_are_those_where_the_newest_tokens_stood(texts):
-    """By going through every text: the last two tokens where they stood, else the last one."""
+def test_matching_positions_follow_the_longest_match(texts):
+    """Reference by a loop over every text: matches of the last two tokens, else of the last one."""
     rows = first_fit([(text, 0) for text in texts], 16)
-    found = places_before(rows)
+    matches = matching_positions(rows)
     for row, last in enumerate(rows.last):
-        begin = 0
+        document_start = 0
         for end in last.nonzero().flatten().tolist():
-            ids = rows.ids[row, begin : end + 1].tolist()
-            for at in range(len(ids) - 1):
-                one = {i for i in range(at + 1) if ids[i] == ids[at + 1]}
-                two = {i for i in one if i and ids[i - 1] == ids[at]}
-                assert set(found[row, begin + at].nonzero().flatten().tolist()) == {begin + i for i in two or one}
-            begin = end + 1
+            ids = rows.ids[row, document_start : end + 1].tolist()
+            for position in range(len(ids) - 1):
+                unigram = {i for i in range(position + 1) if ids[i] == ids[position + 1]}
+                bigram = {i for i in unigram if i and ids[i - 1] == ids[position]}
+                assert set(matches[row, document_start + position].nonzero().flatten().tolist()) == {
+                    document_start + i for i in bigram or unigram
+                }
+            document_start = end + 1
 
 
 def repeating(count):
-    """Rows of a drawn phrase that comes four times, and the states of a target that knows each next token."""
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, VOCABULARY, (count, PHRASE), generator=draw).repeat(1, 4)
+    """Rows that repeat a random phrase four times, and states of a target that knows each next token."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (count, PHRASE), generator=generator).repeat(1, 4)
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     rows = Rows(ids, positions, torch.arange(count), torch.ones_like(ids, dtype=torch.bool))
-    embedding = torch.randn(VOCABULARY, WIDTH, generator=draw)
-    shown = [torch.randn(WIDTH, WIDTH, generator=draw) / WIDTH**0.5 for _ in range(3)]
+    embedding = torch.randn(VOCABULARY, WIDTH, generator=generator)
+    shown = [torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(3)]
 
     def states(part):
-        own = F.embedding(part.ids.flatten(), embedding)
+        first = F.embedding(part.ids.flatten(), embedding)
         final = F.embedding(part.ids.roll(-1, dims=1).flatten(), embedding)
-        return States(torch.cat([own @ mixed for mixed in shown], dim=-1), final)
+        return States(torch.cat([first @ mixed for mixed in shown], dim=-1), final)
 
     return rows, states, embedding
 
 
 @pytest.mark.parametrize(("kv_heads", "copies"), [(6, True), (3, True), (1, False)])
-def test_a_new_head_copies(kv_heads, copies):
-    """Of text that nothing but its own repetition tells, it proposes what followed before, at places that it has not
-    been taught on; a head of one key-value head looks nothing up."""
+def test_new_heads_copy_repeated_text(kv_heads, copies):
+    """On unseen text that is predictable only by its repetition, the head proposes what followed before; a head with
+    one key-value head has no lookup."""
     rows, states, embedding = repeating(160)
-    learnt, other = rows.take(torch.arange(128)), rows.take(torch.arange(128, 160))
+    train_rows, other = rows.take(torch.arange(128)), rows.take(torch.arange(128, 160))
     head = Eagle3Head(shape(kv_heads)).requires_grad_(False)
-    assert bool(taught_heads(head.config)) == bool(identity_size(head.config)) == copies
-    initialize.start(head, initialize.Text(learnt, states, embedding, 1e-6), embedding, 0)
-    right = Unrolled(head, None, embedding, embedding, 1, 1.0).validate(other, states(other))[..., 0].float()
+    assert bool(num_lookup_heads(head.config)) == bool(identity_size(head.config)) == copies
+    initialize.initialize_head(head, initialize.Text(train_rows, states, embedding, 1e-6), embedding, 0)
+    right = UnrolledHead(head, None, embedding, embedding, 1, 1.0).validate(other, states(other))[..., 0].float()
     known = right[:, PHRASE : 4 * PHRASE - 2].mean()
     assert known > 0.8 if copies else known < 0.2, known
     assert right[:, : PHRASE - 2].mean() < 0.2
 
 
-def test_the_same_seed_gives_the_same_start():
+def test_initialisation_is_deterministic():
     rows, states, embedding = repeating(16)
     heads = [Eagle3Head(shape(3)).requires_grad_(False) for _ in range(2)]
     for head in heads:
-        initialize.start(head, initialize.Text(rows, states, embedding, 1e-6), embedding, 7)
-    own, other = (dict(head.named_parameters()) for head in heads)
-    assert all(torch.equal(own[name], other[name]) for name in own)
-    assert all(bool(tensor.isfinite().all()) for tensor in own.values())
+        initialize.initialize_head(head, initialize.Text(rows, states, embedding, 1e-6), embedding, 7)
+    first, other = (dict(head.named_parameters()) for head in heads)
+    assert all(torch.equal(first[name], other[name]) for name in first)
+    assert all(bool(tensor.isfinite().all()) for tensor in first.values())
 
 
-def test_coordinates_say_the_logits():
-    """All of them, exactly; half of them, better than any other half that is drawn, and each of size 1."""
-    draw = torch.Generator().manual_seed(0)
-    finals = torch.randn(500, 12, generator=draw).double() * torch.logspace(-0.5, 0.5, 12).double()
-    head = torch.randn(40, 12, generator=draw)
+def test_coordinates_explain_the_logits():
+    """All coordinates explain the logits exactly, half of them better than a random half; each has unit mean square."""
+    generator = torch.Generator().manual_seed(0)
+    finals = torch.randn(500, 12, generator=generator).double() * torch.logspace(-0.5, 0.5, 12).double()
+    head = torch.randn(40, 12, generator=generator)
     moments, logits = finals.mT @ finals / 500, finals @ head.mT.double()
 
     def error(size):
-        read, said = initialize.coordinates(moments, head, size)
+        read, logit_weights = initialize.coordinates(moments, head, size)
         sizes = (finals @ read).square().mean(0)
         torch.testing.assert_close(sizes, torch.ones_like(sizes), rtol=0.2, atol=0)
-        return float((finals @ read @ said.mT - logits).square().mean())
+        return float((finals @ read @ logit_weights.mT - logits).square().mean())
 
     assert error(12) < 1e-6 * float(logits.square().mean())
-    drawn = torch.linalg.qr(torch.randn(12, 6, generator=draw).double())[0]
+    drawn = torch.linalg.qr(torch.randn(12, 6, generator=generator).double())[0]
     assert error(6) < float((finals @ drawn @ drawn.mT @ head.mT.double() - logits).square().mean())

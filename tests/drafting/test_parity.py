@@ -1,4 +1,4 @@
-"""`draft compare` finds a head's parts equal where they are, and the part where they begin to differ."""
+"""`draft compare` accepts equal stages of a head, and locates the first stage that differs."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from mlaforge.checkpoint.eagle3 import write_head
 from mlaforge.drafting.config import DraftCompareConfig
-from mlaforge.drafting.parity import STAGES, STATES, failed
+from mlaforge.drafting.parity import STAGES, STATES, failed_tolerances
 from support.eagle3_heads import ALL, HEADS, make
 from support.tiny_models import load_original
 
@@ -20,7 +20,7 @@ IDS = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(5)).t
 
 
 @pytest.fixture
-def compared(cli, tiny_models, tmp_path):
+def compare_head(cli, tiny_models, tmp_path):
     """compared(head, ...) -> exit code, and stage -> its row."""
 
     def run(head, *more, target=None, dtype="float32"):
@@ -30,15 +30,15 @@ def compared(cli, tiny_models, tmp_path):
         done = cli("draft", "compare", folder, "--target", target or tiny_models["llama"], "--dtype", dtype, "--json",
                    *more)  # fmt: skip
         assert done.exit_code in (0, 1) and done.stdout, done.stderr
-        found = json.loads(done.stdout)
-        return done.exit_code, {row["stage"]: row for row in found["stages"]}, found["failed"]
+        result = json.loads(done.stdout)
+        return done.exit_code, {row["stage"]: row for row in result["stages"]}, result["failed"]
 
     return run
 
 
 @torch.no_grad()
 def reference(folder, directory, head, change=None):
-    """What the recipe of the documentation keeps of a head that reads transformers' hidden states."""
+    """Write a reference with the recipe of the documentation, for a head on transformers' hidden states."""
     model = load_original(directory)
     hidden_states = model(torch.tensor([IDS]), output_hidden_states=True).hidden_states
     states = torch.cat([hidden_states[b] for b in head.config.boundaries], dim=-1)
@@ -62,10 +62,10 @@ def reference(folder, directory, head, change=None):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_another_runtime_agrees(name, compared, tiny_models, tmp_path):
+def test_another_runtimes_reference_agrees(name, compare_head, tiny_models, tmp_path):
     head = make(**HEADS[name])
-    code, rows, failed = compared(head, "--reference", reference(tmp_path, tiny_models["llama"], head))
-    assert code == 0 and failed == []
+    code, rows, failed_tolerances = compare_head(head, "--reference", reference(tmp_path, tiny_models["llama"], head))
+    assert code == 0 and failed_tolerances == []
     assert list(rows) == [STATES, *STAGES]
     for row in rows.values():
         assert row["worst_cosine"] > 1 - 1e-6 and row["max_difference"] < 1e-4 * max(1, row["size"]), row
@@ -76,48 +76,50 @@ def test_another_runtime_agrees(name, compared, tiny_models, tmp_path):
     ("family", "layout", "dtype"),
     [("mistral", "latent_rope", "float32"), ("gpt_oss", None, "float32"), ("llama", None, "bfloat16")],
 )
-def test_plain_pytorch_agrees(family, layout, dtype, compared, tiny_models, converted, evaluation_file):
+def test_plain_pytorch_reference_agrees(family, layout, dtype, compare_head, tiny_models, converted, evaluation_file):
     target = converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
-    code, rows, failed = compared(
+    code, rows, failed_tolerances = compare_head(
         make(**ALL, boundaries=(0, 2, -1)), "--text", evaluation_file, "--tokens", 48, target=target, dtype=dtype
     )
-    assert code == 0 and failed == []
+    assert code == 0 and failed_tolerances == []
     exact = dtype == "float32"
     for row in rows.values():
         assert 1 - row["worst_cosine"] < (1e-5 if exact else 0.02), row
-    # Two computations and not one compared with itself: somewhere they round otherwise.
+    # The rounding differs somewhere: these are two computations, not one compared with itself.
     assert max(row["max_difference"] for row in rows.values()) > 0
 
 
-def test_it_says_where_the_difference_begins(compared, tiny_models, tmp_path):
-    """A head whose MLP reads another sum: fc and attention agree, what follows does not."""
-    wrong = make(norm_before_residual=True)
-    path = reference(tmp_path, tiny_models["llama"], wrong)
-    code, rows, (told,) = compared(make(), "--reference", path)
-    assert code == 1 and "logits: cosine" in told and "below 0.98" in told
+def test_locates_the_first_difference(compare_head, tiny_models, tmp_path):
+    """The MLP of the other head has another input: fc and attention agree, later stages do not."""
+    other_head = make(norm_before_residual=True)
+    path = reference(tmp_path, tiny_models["llama"], other_head)
+    code, rows, (failures,) = compare_head(make(), "--reference", path)
+    assert code == 1 and "logits: cosine" in failures and "below 0.98" in failures
     assert [name for name in STAGES if rows[name]["cosine"] < 0.999] == ["ffn_out", "pre_head_hidden", "logits"]
 
 
-def test_tolerances(compared, tiny_models, tmp_path):
+def test_tolerances_are_applied(compare_head, tiny_models, tmp_path):
     def noisy(tensors):
         noise = torch.randn(tensors["logits"].shape, generator=torch.Generator().manual_seed(0))
         tensors["logits"] += 0.05 * tensors["logits"].std() * noise
 
     head = make()
     path = reference(tmp_path, tiny_models["llama"], head, noisy)
-    code, rows, told = compared(head, "--reference", path, "--cosine", 0.9999, "--overlap", 1.0)
-    assert code == 1 and len(told) == 2
+    code, rows, failures = compare_head(head, "--reference", path, "--cosine", 0.9999, "--overlap", 1.0)
+    assert code == 1 and len(failures) == 2
     row = rows["logits"]
     assert 0.99 < row["cosine"] < 0.9995 and row["overlap"] < 1
-    assert failed(row, DraftCompareConfig()) == []
+    assert failed_tolerances(row, DraftCompareConfig()) == []
     for factor, count in ((0.99, 1), (1.01, 0)):
-        assert len(failed(row, DraftCompareConfig(max_difference=factor * row["max_difference"]))) == count
+        assert len(failed_tolerances(row, DraftCompareConfig(max_difference=factor * row["max_difference"]))) == count
     nothing = dict.fromkeys(row, float("nan"))
-    assert len(failed({**nothing, "stage": "logits"}, DraftCompareConfig(max_difference=1e9, overlap=0.0))) == 3
+    assert (
+        len(failed_tolerances({**nothing, "stage": "logits"}, DraftCompareConfig(max_difference=1e9, overlap=0.0))) == 3
+    )
 
 
-def test_a_part_will_do(compared, tiny_models, tmp_path):
-    """Logits of the whole vocabulary, states of the target's own, a batch of one; and a part that is NaN fails."""
+def test_partial_references_are_compared(compare_head, tiny_models, tmp_path):
+    """Logits over the whole vocabulary without states, with a batch of one; NaN in a stage fails."""
     head = make()
 
     def bare(tensors):
@@ -127,17 +129,17 @@ def test_a_part_will_do(compared, tiny_models, tmp_path):
             del tensors[name]
         tensors["logits"] = wide
 
-    code, rows, _ = compared(head, "--reference", reference(tmp_path, tiny_models["llama"], head, bare))
+    code, rows, _ = compare_head(head, "--reference", reference(tmp_path, tiny_models["llama"], head, bare))
     assert code == 0 and list(rows) == [STATES, "logits"] and rows["logits"]["worst_cosine"] > 1 - 1e-6
     path = reference(tmp_path, tiny_models["llama"], head, lambda tensors: tensors["logits"][0, 3].fill_(torch.nan))
-    assert compared(head, "--reference", path)[0] == 1
+    assert compare_head(head, "--reference", path)[0] == 1
 
 
 def drop(*names):
     return lambda tensors: [tensors.pop(name) for name in names]
 
 
-WRONG = {
+INVALID = {
     "no ids": (drop("input_ids"), "must hold input_ids"),
     "no stage": (drop(*STAGES), "at least one of fc_out"),
     "shape": (lambda t: t.update(ffn_out=t["ffn_out"][:, :-1].contiguous()), "ffn_out is float32 [38, 64]"),
@@ -147,15 +149,15 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_reference_is_refused(name, refused, tiny_models, tmp_path):
-    change, words = WRONG[name]
+@pytest.mark.parametrize("name", INVALID)
+def test_rejects_invalid_references(name, refused, tiny_models, tmp_path):
+    change, words = INVALID[name]
     head = make()
     (tmp_path / "head").mkdir()
     write_head(head, tmp_path / "head", torch.float32)
     path = reference(tmp_path, tiny_models["llama"], head, change)
-    asked = ("draft", "compare", tmp_path / "head", "--target", tiny_models["llama"])
-    refused(words, *asked, "--reference", path)
+    command = ("draft", "compare", tmp_path / "head", "--target", tiny_models["llama"])
+    refused(words, *command, "--reference", path)
     if name == "no ids":
-        refused("no safetensors file", *asked, "--reference", tmp_path / "head" / "config.json")
-        refused("tokens = 1", *asked, "--tokens", 1)
+        refused("no safetensors file", *command, "--reference", tmp_path / "head" / "config.json")
+        refused("tokens = 1", *command, "--tokens", 1)

@@ -1,4 +1,4 @@
-"""`draft train` on tiny models: what it learns the engine accepts, and it resumes to the bit."""
+"""`draft train` on tiny models: acceptance in the engine, initialisation, bitwise resumption, rejected inputs."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ from mlaforge.data.packing import Rows
 from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset, initialize, train, vocabulary
 from mlaforge.drafting.config import DraftTrainConfig, VocabularyConfig
-from mlaforge.drafting.unroll import Unrolled, capture, columns
+from mlaforge.drafting.unroll import UnrolledHead, capture, columns
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.runtime import Resumable, UserError
 from mlaforge.sparsity import sparsify
@@ -32,16 +32,16 @@ from support.engine_driver import greedy, watched
 from support.killed import check_same_tensors, killed_after
 from support.tiny_models import build, save_tokenizer
 
-FEW = {
+OPTIONS = {
     "steps": 6, "batch_tokens": 128, "micro_tokens": 64, "seqlen": 64, "unroll": 3, "evaluate_every": 3,
     "checkpoint_every": 2, "boundaries": "0,1,3", "device": "cpu",
 }  # fmt: skip
-COUNT, NEW = 48, 24
+NUM_PROMPTS, NEW_TOKENS = 48, 24
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A tiny model that has learnt to count in steps of 1 to 4: its answers are long runs of tokens, and not a loop."""
+    """A tiny model trained to count in steps of 1 to 4: its answers are long and do not repeat."""
     directory = tmp_path_factory.mktemp("target")
     torch.manual_seed(0)
     model = build("llama", num_hidden_layers=3)
@@ -61,100 +61,100 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(target, tmp_path_factory):
-    """What it answered to 48 prompts of 5 tokens, as `draft regenerate` writes it."""
+    """Its answers to 48 prompts of 5 tokens, in the format of `draft regenerate`."""
     directory = tmp_path_factory.mktemp("text")
-    prompts = [[(11 * n + (1 + n % 4) * k) % 256 for k in range(5)] for n in range(COUNT)]
-    found = watched(target, prefix_caching=False).generate(prompts, greedy(NEW))
+    prompts = [[(11 * n + (1 + n % 4) * k) % 256 for k in range(5)] for n in range(NUM_PROMPTS)]
+    reference = watched(target, prefix_caching=False).generate(prompts, greedy(NEW_TOKENS))
     lines = [
         dataset.answer_line(n, "", p, o.outputs[0].token_ids)
-        for n, (p, o) in enumerate(zip(prompts, found, strict=True))
+        for n, (p, o) in enumerate(zip(prompts, reference, strict=True))
     ]
-    (directory / dataset.TEXT).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / dataset.TEXT_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     inputs = {"model": {"sha256": reader.fingerprint(target)}, "exclude": ["of judged prompts"]}
-    Manifest(dataset.STAGE, {}, inputs, files={dataset.TEXT: ""}).save(directory)
+    Manifest(dataset.STAGE, {}, inputs, files={dataset.TEXT_FILE: ""}).save(directory)
     return directory
 
 
 @pytest.fixture
-def trained(target, text, tmp_path):
-    """trained(name, model, options) -> (directory, manifest)."""
+def train_head(target, text, tmp_path):
+    """train_head(name, model, options) -> (directory, manifest)."""
 
     def run(name="head", model=target, **options):
-        config = DraftTrainConfig(**{"text": (str(text),), **FEW, **options})
+        config = DraftTrainConfig(**{"text": (str(text),), **OPTIONS, **options})
         return tmp_path / name, train.run(str(model), tmp_path / name, config)
 
     return run
 
 
-def accepted(target, head, prompts):
-    """`eagle_speculation` of decoding the prompts with a head, 3 tokens drafted."""
+def speculation_stats(target, head, prompts):
+    """Return `eagle_speculation` for decoding the prompts with a head, 3 tokens drafted."""
     llm = watched(
         target, speculative=str(head), num_speculative_tokens=3, adaptive_speculation=False, prefix_caching=False
     )
-    llm.generate(prompts, greedy(NEW))
+    llm.generate(prompts, greedy(NEW_TOKENS))
     return llm.engine.stats().speculation.block()
 
 
-def test_what_it_learns_the_engine_accepts(trained, target, text, tmp_path):
-    """A head of another vocabulary, overfitted; and what validation says is what the engine finds."""
+def test_the_engine_accepts_a_trained_heads_drafts(train_head, target, text, tmp_path):
+    """An overfitted head with a draft vocabulary; its validation acceptance equals the engine's."""
     vocabulary.run(str(target), [text], tmp_path / "vocab", VocabularyConfig(size=256))
-    head, manifest = trained(
+    head, manifest = train_head(
         vocabulary=str(tmp_path / "vocab"), steps=80, batch_tokens=256, micro_tokens=256, evaluate_every=40,
         sliding_window=8, learning_rate=0.03,
     )  # fmt: skip
     curve, losses = manifest.metrics["curve"], manifest.metrics["losses"]
     assert sum(losses[-10:]) < 0.2 * sum(losses[:10])
     assert manifest.metrics["best"]["acceptance_length"] == max(point["acceptance_length"] for point in curve) > 2.5
-    learnt, held = dataset.split(dataset.read_answers(text)[1])
+    train_answers, validation_answers = dataset.split(dataset.read_answers(text)[1])
     config = read_head(head, 3).config
     assert config.draft_vocab_size == 256 and config.sliding_window == 8 and config.boundaries == (0, 1, 3)
-    block = accepted(target, head, [answer.prompt_ids for answer in learnt])
+    block = speculation_stats(target, head, [answer.prompt_ids for answer in train_answers])
     assert block["mean_acceptance_rate"] > 0.9, (block, curve)
-    block = accepted(target, head, [answer.prompt_ids for answer in held])
-    # The same steps, but where two logits are nearly the same in fp16, in which heads are stored.
+    block = speculation_stats(target, head, [answer.prompt_ids for answer in validation_answers])
+    # Equal up to near ties of logits in fp16, the storage dtype of heads.
     assert block["mean_acceptance_length"] == pytest.approx(manifest.metrics["best"]["acceptance_length"], abs=0.1)
     assert manifest.inputs["text"][0]["exclude"] == ["of judged prompts"]
 
 
-def test_a_head_for_a_sparse_target(trained, target, text, tmp_path):
-    """It learns from states that were read sparsely, and drafts for the engine."""
-    few = SparsifyConfig(
+def test_trains_for_a_sparse_target(train_head, target, text, tmp_path):
+    """Training uses the states of the sparse target, and the engine accepts the drafts."""
+    sparsify_config = SparsifyConfig(
         text=str(Path(__file__).parents[2] / "README.md"), topk=12, sink=2, window=4, width=8, seqlen=64, nsamples=2
     )
-    sparsify.run(str(target), tmp_path / "sparse", few)
+    sparsify.run(str(target), tmp_path / "sparse", sparsify_config)
     prompts = [answer.prompt_ids for answer in dataset.read_answers(text)[1]]
     inputs = json.loads((text / MANIFEST).read_text())
     inputs["inputs"]["model"]["sha256"] = reader.fingerprint(tmp_path / "sparse")
     answers = shutil.copytree(text, tmp_path / "answers")
     (answers / MANIFEST).write_text(json.dumps(inputs))
     curves = {
-        name: trained(name=name, model=model, text=(str(of),), steps=40, vocabulary=None)[1].metrics["curve"]
+        name: train_head(name=name, model=model, text=(str(of),), steps=40, vocabulary=None)[1].metrics["curve"]
         for name, model, of in (("dense-head", target, text), ("sparse-head", tmp_path / "sparse", answers))
     }
     assert curves["dense-head"][0] != curves["sparse-head"][0]
-    assert accepted(tmp_path / "sparse", tmp_path / "sparse-head", prompts)["mean_acceptance_rate"] > 0.25
+    assert speculation_stats(tmp_path / "sparse", tmp_path / "sparse-head", prompts)["mean_acceptance_rate"] > 0.25
 
 
-def test_states_are_what_the_engine_captures(target):
-    """Boundaries as transformers' hidden states, the last one before the final norm."""
+def test_captured_states_match_hidden_states(target):
+    """Boundaries number transformers' hidden states; the last one is before the final norm."""
     model = loading.load_model(target, "float32")
     ids = torch.arange(40)[None] * 3 % 256
     rows = Rows(ids, torch.arange(40)[None], torch.arange(1), torch.ones_like(ids, dtype=torch.bool))
     states = capture(model, rows, (0, 2, 3))
     with torch.no_grad():
-        found = model(ids, output_hidden_states=True).hidden_states
+        reference = model(ids, output_hidden_states=True).hidden_states
     for part, layer in zip(states.captured.split(64, dim=-1)[:2], (0, 2), strict=True):
-        torch.testing.assert_close(part, found[layer][0])
-    torch.testing.assert_close(model.model.norm(states.captured[:, 128:]), found[3][0])
-    torch.testing.assert_close(states.final, found[3][0])
+        torch.testing.assert_close(part, reference[layer][0])
+    torch.testing.assert_close(model.model.norm(states.captured[:, 128:]), reference[3][0])
+    torch.testing.assert_close(states.final, reference[3][0])
 
 
-def test_it_begins_at_the_best_linear_map(target, text):
-    """Least squares by another solver; and a new head says nearly that, where its heads can hold it."""
+def test_initialisation_solves_the_least_squares_map(target, text):
+    """Same solution as torch.linalg.lstsq; a head with values of full rank reproduces its logits approximately."""
     model = loading.load_model(target, "float32")
     config = DraftTrainConfig(text=(str(text),), seqlen=64, batch_tokens=64, boundaries="0,1,3")
     rows = train.read_texts(config, dataset.read_answers(text)[1]).feed.phases[0].rows
-    embedding, wanted_head = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
+    embedding, target_head = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
     states = capture(model, rows, (0, 1, 3))
     text = initialize.Text(rows, lambda part: capture(model, part, (0, 1, 3)), embedding, 1e-6)
     keep = ~rows.last.flatten()
@@ -162,30 +162,30 @@ def test_it_begins_at_the_best_linear_map(target, text):
     x = torch.cat([part / part.square().mean(-1, keepdim=True).sqrt() for part in read], dim=-1)[keep].double()
     y = states.final.roll(-1, dims=0)[keep].double()
     ridge = (len(x) * initialize.RIDGE * x.square().mean()).sqrt() * torch.eye(256).double()
-    wanted = torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((y, torch.zeros(256, 64).double()))).solution
-    torch.testing.assert_close(x @ text.moments(None).solve(), x @ wanted, rtol=1e-3, atol=1e-3)
+    solution = torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((y, torch.zeros(256, 64).double()))).solution
+    torch.testing.assert_close(x @ text.moments(None).solve(), x @ solution, rtol=1e-3, atol=1e-3)
     shape = train.new_config(SourceModel.open(target), config, 260)
     shape = dataclasses.replace(shape, layer=copy.deepcopy(shape.layer))
-    # One head looks nothing up, and has values of full rank.
+    # A single head has no lookup, and values of full rank.
     shape.layer.num_key_value_heads = shape.layer.num_attention_heads = 1
     shape.layer.head_dim = 64
     head = Eagle3Head(shape).requires_grad_(False)
-    initialize.start(head, text, wanted_head, 0)
-    at, left = columns(rows)
-    out = Unrolled(head, None, embedding, wanted_head, 1, 1.0)._outs(rows, states, at)[0][left > 0]
-    places = (torch.arange(len(rows))[:, None] * 64 + at)[left > 0]
+    initialize.initialize_head(head, text, target_head, 0)
+    at, remaining = columns(rows)
+    out = UnrolledHead(head, None, embedding, target_head, 1, 1.0)._outputs(rows, states, at)[0][remaining > 0]
+    places = (torch.arange(len(rows))[:, None] * 64 + at)[remaining > 0]
     read = torch.cat([part / part.square().mean(-1, keepdim=True).sqrt() for part in read], dim=-1).double()[places]
-    said, logits = head.logits(out).double(), read @ wanted @ wanted_head.mT.double()
-    assert float(torch.cosine_similarity(said, logits, dim=-1).mean()) > 0.85
-    assert 0.8 < float(said.std() / logits.std()) < 1.25
+    head_logits, logits = head.logits(out).double(), read @ solution @ target_head.mT.double()
+    assert float(torch.cosine_similarity(head_logits, logits, dim=-1).mean()) > 0.85
+    assert 0.8 < float(head_logits.std() / logits.std()) < 1.25
 
 
 @pytest.mark.parametrize("rank", [5, 12, 20])
-def test_factors_are_the_best_of_their_rank(rank):
-    """For inputs that are not alike in size: no other factors, drawn or found by SVD of the weight alone, do better."""
-    draw = torch.Generator().manual_seed(rank)
-    x = torch.randn(400, 12, generator=draw).double() * torch.logspace(-1, 1, 12).double()
-    weight = torch.randn(12, 9, generator=draw).double()
+def test_low_rank_factors_are_optimal(rank):
+    """For inputs of different sizes, the factors are better than those of an SVD of the weight alone."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(400, 12, generator=generator).double() * torch.logspace(-1, 1, 12).double()
+    weight = torch.randn(12, 9, generator=generator).double()
     values, mixed = initialize.low_rank(weight, x.mT @ x / 400, rank)
     assert values.shape == (rank, 12) and mixed.shape == (9, rank)
 
@@ -199,57 +199,57 @@ def test_factors_are_the_best_of_their_rank(rank):
         assert error(values.mT @ mixed.mT) < 0.9 * error(plain)
 
 
-def test_without_a_cache_it_learns_the_same(trained):
-    """But for the rounding of what is kept to bf16."""
-    (_, kept), (_, fresh) = trained("kept"), trained("fresh", cache=False)
-    assert kept.metrics["losses"] == pytest.approx(fresh.metrics["losses"], rel=0.02)
+def test_training_without_a_cache_gives_the_same_losses(train_head):
+    """Up to the rounding of cached states to bf16."""
+    (_, cached), (_, fresh) = train_head("kept"), train_head("fresh", cache=False)
+    assert cached.metrics["losses"] == pytest.approx(fresh.metrics["losses"], rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_another_head_is_a_start(dtype, trained, converted, tmp_path):
-    """For a converted model: the sizes are the old head's, and so is the function, where nothing is learnt."""
+def test_initialises_from_another_head(dtype, train_head, converted, tmp_path):
+    """For a converted model: without training, the new head has the old one's sizes and weights."""
     layer = {"head_dim": 8, "num_attention_heads": 4}
     (tmp_path / "old").mkdir()
     write_head(make(layer=layer, boundaries=(1, 2, 3), sliding_window=9), tmp_path / "old", dtype)
     student = converted("llama", "latent", budget=0.25)
-    out, manifest = trained(model=student, init=str(tmp_path / "old"), boundaries=None, steps=2, learning_rate=1e-9)
+    out, manifest = train_head(model=student, init=str(tmp_path / "old"), boundaries=None, steps=2, learning_rate=1e-9)
     old, new = read_head(tmp_path / "old", 3), read_head(out, 3)
     assert new.config.sliding_window == 9 and new.config.boundaries == (1, 2, 3)
     for name, tensor in old.state_dict().items():
         torch.testing.assert_close(new.state_dict()[name], tensor, rtol=1e-3, atol=1e-3)
     assert manifest.inputs["init"] == {"sha256": reader.fingerprint(tmp_path / "old"), "text": None}
     for option in ({"boundaries": "0,1,2"}, {"boundaries": None, "kv_heads": 2}):
-        with pytest.raises(UserError, match="of its own"):
-            trained("other", init=str(tmp_path / "old"), **option)
+        with pytest.raises(UserError, match="--init defines vocabulary"):
+            train_head("other", init=str(tmp_path / "old"), **option)
     (tmp_path / "others").mkdir()
     write_head(make(layer={"vocab_size": 300}, boundaries=(1, 2, 3)), tmp_path / "others", torch.float32)
     with pytest.raises(UserError, match="vocab_size is 300, the model's 260: it was trained for another model"):
-        trained("other", init=str(tmp_path / "others"), boundaries=None)
+        train_head("other", init=str(tmp_path / "others"), boundaries=None)
 
 
-def test_a_killed_run_ends_in_the_same_bits(trained, target, text, tmp_path):
-    whole, manifest = trained("whole")
-    config = DraftTrainConfig(text=(str(text),), **FEW)
+def test_a_killed_run_resumes_bitwise(train_head, target, text, tmp_path):
+    whole, manifest = train_head("whole")
+    config = DraftTrainConfig(text=(str(text),), **OPTIONS)
     killed_after((2, 4), train, [target], tmp_path / "killed", config)
-    again, resumed = trained("killed")
+    again, resumed = train_head("killed")
     assert resumed.metrics["losses"] == manifest.metrics["losses"] and len(resumed.metrics["losses"]) == 6
     assert resumed.fingerprint == manifest.fingerprint
     check_same_tensors(whole, again)
-    for one, other in zip(manifest.metrics["curve"], resumed.metrics["curve"], strict=True):
-        assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
+    for first, other in zip(manifest.metrics["curve"], resumed.metrics["curve"], strict=True):
+        assert {k: v for k, v in first.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
 
 
-def test_a_loss_that_is_no_number_stops_with_its_batch(trained, tmp_path, monkeypatch):
-    forward = Unrolled.forward
-    monkeypatch.setattr(Unrolled, "forward", lambda self, *given: forward(self, *given) * float("nan"))
+def test_a_non_finite_loss_saves_its_batch(train_head, tmp_path, monkeypatch):
+    forward = UnrolledHead.forward
+    monkeypatch.setattr(UnrolledHead, "forward", lambda self, *args: forward(self, *args) * float("nan"))
     with pytest.raises(Resumable, match=r"not finite at step 1; its batch is in .*head\.diverged\.safetensors"):
-        trained()
+        train_head()
     assert load_file(tmp_path / "head.diverged.safetensors")["input_ids"].shape == (2, 64)
 
 
-def test_the_verb(cli, target, text, tmp_path):
+def test_command_line(cli, target, text, tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("\n".join(f"{key.replace('_', '-')}: {value}" for key, value in {**FEW, "steps": 2}.items()))
+    recipe.write_text("\n".join(f"{key.replace('_', '-')}: {value}" for key, value in {**OPTIONS, "steps": 2}.items()))
     done = cli("draft", "train", target, "--text", text, "--out", tmp_path / "head", "--recipe", recipe)
     assert done.exit_code == 0, done.stderr
     assert "tokens a step of 3 drafted" in done.stdout
@@ -260,21 +260,21 @@ def test_the_verb(cli, target, text, tmp_path):
     ("options", "words"),
     [
         ({"text": None}, "--text is missing"),
-        ({"text": ("/nowhere",)}, "not what `mlaforge draft regenerate` wrote"),
+        ({"text": ("/nowhere",)}, "not written by `mlaforge draft regenerate`"),
         ({"unroll": 0}, "unroll = 0"),
         ({"seqlen": 300}, "seqlen = 300 must be at most batch_tokens = 128"),
         ({"learning_rate": 0.0}, "above 0"),
-        ({"boundaries": "1,2"}, "three places of 0 to 3"),
-        ({"boundaries": "1,2,4"}, "three places of 0 to 3"),
-        ({"vocabulary": "/nowhere"}, "not what `mlaforge draft vocab` wrote"),
+        ({"boundaries": "1,2"}, "three numbers from 0 to 3"),
+        ({"boundaries": "1,2,4"}, "three numbers from 0 to 3"),
+        ({"vocabulary": "/nowhere"}, "not written by `mlaforge draft vocab`"),
         ({"seqlen": 6}, "no answer has two tokens"),
         ({"kv_heads": 3}, "kv_heads = 3 must divide the model's 4 heads"),
         ({"kv_heads": -1}, "kv_heads = -1 must be at least 0"),
     ],
 )
-def test_options_that_train_nothing_are_refused(trained, tmp_path, options, words):
+def test_rejects_invalid_options(train_head, tmp_path, options, words):
     with pytest.raises(UserError, match=words) as caught:
-        trained(**options)
+        train_head(**options)
     assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
@@ -292,30 +292,35 @@ sharding.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", [True, False])
-def test_two_processes_learn_what_one_does(cache, trained, target, text, tmp_path):
-    """FSDP2 over gloo, the target sharded too or gone."""
-    whole, manifest = trained("whole", cache=cache)
+def test_two_processes_match_one(cache, train_head, target, text, tmp_path):
+    """FSDP2 over gloo, with a sharded target or a cache."""
+    whole, manifest = train_head("whole", cache=cache)
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    options = {"text": [str(text)], **FEW, "cache": cache}
+    options = {"text": [str(text)], **OPTIONS, "cache": cache}
     done = subprocess.run(
         [*command, str(target), str(tmp_path / "sharded"), json.dumps(options)], capture_output=True, text=True,
         timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = Manifest.load(tmp_path / "sharded").metrics
-    assert found["processes"] == 2
-    assert found["losses"] == pytest.approx(manifest.metrics["losses"], rel=1e-3)
-    ours, theirs = load_file(whole / "model.safetensors"), load_file(tmp_path / "sharded" / "model.safetensors")
-    for name in ours:
-        torch.testing.assert_close(theirs[name], ours[name], rtol=1e-2, atol=1e-3)
+    reference = Manifest.load(tmp_path / "sharded").metrics
+    assert reference["processes"] == 2
+    assert reference["losses"] == pytest.approx(manifest.metrics["losses"], rel=1e-3)
+    one_process, two_processes = (
+        load_file(whole / "model.safetensors"),
+        load_file(tmp_path / "sharded" / "model.safetensors"),
+    )
+    for name in one_process:
+        torch.testing.assert_close(two_processes[name], one_process[name], rtol=1e-2, atol=1e-3)
 
 
-def test_the_recipe_is_that_of_the_shipped_head():
+def test_the_recipe_matches_the_shipped_head():
     config = resolve(DraftTrainConfig, Path(__file__).parents[2] / "recipes" / "smollm2-draft.yaml")
     train.check_options(dataclasses.replace(config, text=("TEXT",)))
-    trained = dataset.training_manifest(demo_model.head("original"))
-    # Recorded when a list was text still, which means the same.
+    train_head = dataset.training_manifest(demo_model.head("original"))
+    # The manifest has lists as text, from an older version; both mean the same.
     hashed = {key: value for key, value in dataclasses.asdict(config).items() if key not in train.NOT_HASHED}
-    assert trained.config.keys() == hashed.keys() and DraftTrainConfig(**trained.config) == DraftTrainConfig(**hashed)
+    assert train_head.config.keys() == hashed.keys() and DraftTrainConfig(**train_head.config) == DraftTrainConfig(
+        **hashed
+    )

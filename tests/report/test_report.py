@@ -252,6 +252,12 @@ def test_failure_leaves_the_earlier_page(tmp_path: Path, monkeypatch: pytest.Mon
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
+def test_report_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs matplotlib: pip install"):
+        write_report(tmp_path, tmp_path / "report.html")
+
+
 def test_user_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for folder in ("nowhere", "file"):

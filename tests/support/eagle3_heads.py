@@ -21,7 +21,7 @@ HEADS = {
     "all norms": {**ALL, "draft_vocab_size": 260},
     "window": {"sliding_window": 9, "norm_before_residual": True},
     "another size": {"layer": {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20},
-                     "own_embedding": True, "norm_before_residual": True},
+                     "has_embed_tokens": True, "norm_before_residual": True},
 }  # fmt: skip
 
 

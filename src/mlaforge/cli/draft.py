@@ -118,7 +118,7 @@ def check(head: Head, target: Target, config: DraftCheckConfig, json_output: Jso
 
     quiet()
     agreement = stage.run(head, target, config)
-    exit_by_verdict(agreement, stage.table, agreement["right"] == stage.STORED, json_output)
+    exit_by_verdict(agreement, stage.table, agreement["right"] == stage.AS_STORED, json_output)
 
 
 @verb(DraftCompareConfig)

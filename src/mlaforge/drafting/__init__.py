@@ -1,1 +1,1 @@
-"""EAGLE-3 heads: the target's own answers, the vocabulary a head proposes, training, import, checks."""
+"""EAGLE-3 heads: regenerated answers, draft vocabulary, training, import, export, checks."""

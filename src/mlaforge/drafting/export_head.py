@@ -1,6 +1,6 @@
 """`draft export`: a copy of an EAGLE-3 head in another storage format, fp16 for vLLM and others, or int8.
 
-The manifest holds the source's manifest, so that what the head was trained on stays known (dataset.py).
+The manifest contains the source's manifest, so the head's training text stays known (dataset.py).
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from mlaforge.artifact import MANIFEST, Manifest, finished, record_name, writing
 from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.checkpoint.reader import SINGLE, fingerprint
 from mlaforge.drafting.config import DraftExportConfig
-from mlaforge.drafting.dataset import EXPORTED
+from mlaforge.drafting.dataset import EXPORT_STAGE
 from mlaforge.runtime import UserError, timed
 
 DTYPES = {"float16": torch.float16, "int8": torch.int8}
 
 
 def _summary(source: Manifest) -> dict[str, Any]:
-    """A manifest without the loss of every step, thousands of numbers that the source keeps."""
+    """Return a manifest as a dictionary, without the loss of every step."""
     metrics = {name: value for name, value in source.metrics.items() if name != "losses"}
     return {**dataclasses.asdict(source), "metrics": metrics}
 
 
 def run(head: Path, out: Path, config: DraftExportConfig, overwrite: bool = False) -> Manifest:
-    """Writes the head in the directory `head` into the new directory `out`, its matrices in `config.dtype`.
+    """Write the head in the directory `head` into the new directory `out`, with matrices in `config.dtype`.
 
-    Raises UserError for what is no EAGLE-3 head, or one whose captured states depend on the target (they are settled by
-    `draft import`), and for numbers that fp16 does not hold.
+    Raises UserError if it is not an EAGLE-3 head, if its captured states depend on the target (`draft import` resolves
+    them), and for values outside the range of fp16.
     """
     if not head.is_dir():
-        raise UserError(f"{head} is no directory; give the directory of an EAGLE-3 head")
+        raise UserError(f"{head} is not a directory; give the directory of an EAGLE-3 head")
     source = Manifest.load(head)
     if source is None and (head / MANIFEST).exists():
         raise UserError(f"{head / MANIFEST} cannot be read; restore it, or remove it if the head's origin is unknown")
     manifest = Manifest(
-        EXPORTED,
+        EXPORT_STAGE,
         config=dataclasses.asdict(config),
         inputs={
             "head": {
@@ -49,8 +49,8 @@ def run(head: Path, out: Path, config: DraftExportConfig, overwrite: bool = Fals
             }
         },
     )
-    if done := finished(out, manifest, overwrite, (head,)):
-        return done
+    if previous := finished(out, manifest, overwrite, (head,)):
+        return previous
     with writing(out, manifest) as partial, timed(manifest.seconds, "export"):
         exported = read_head(head, None)
         write_head(exported, partial, DTYPES[config.dtype])

@@ -1,15 +1,15 @@
-"""`draft import`: an EAGLE-3 head as another tool wrote it becomes one that `read_head` takes.
+"""`draft import`: convert an EAGLE-3 head written by another tool into the format of `read_head`.
 
-What tools do differently is settled from the tensors and from the target, never guessed:
+Differences between tools are resolved from the tensors and the target, never guessed:
 
-names           `layers.0.*` for `midlayer.*`, both perhaps below `model.`
-layer           fields below `transformer_layer_config`, as `speculators` writes them, or beside the others
-sizes           what config.json leaves out (vocabularies, head_dim, biases, norms before fc) follows from shapes
-d2t             offsets, or the target's ids themselves as frequency maps of FR-Spec have them, in any order: the rows
-                of lm_head are then put into rising order. Only one of the two readings may be possible
-t2d             follows from d2t where it is missing, and is checked where it is there
-lm_head         the target's rows where it is missing
-embed_tokens    dropped where it is the target's own
+names           `layers.0.*` for `midlayer.*`, both with or without the prefix `model.`
+layer           fields in `transformer_layer_config`, as written by `speculators`, or at the top level
+sizes           missing fields of config.json (vocabularies, head_dim, biases, norms before fc) follow from shapes
+d2t             offsets, or target ids in any order, as in the frequency maps of FR-Spec; the rows of lm_head are then
+                sorted by target id. It is an error if both readings are possible
+t2d             derived from d2t if missing, else checked
+lm_head         the target's rows if missing
+embed_tokens    dropped if equal to the target's
 int8            stays int8 (checkpoint/head_reader.py)
 
 Legend: V draft vocabulary.
@@ -44,14 +44,14 @@ from mlaforge.runtime import UserError, log, timed
 
 EMBEDDING, HEAD, QUERY = "embed_tokens.weight", "lm_head.weight", "midlayer.self_attn.q_proj."
 GATE = "midlayer.mlp.gate_proj.weight"
-# Where the library `speculators` puts the fields of a head's layer.
+# Key of the layer's fields in configs of the library `speculators`.
 NESTED = "transformer_layer_config"
 
 
 def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: bool = False) -> Manifest:
-    """Writes the head `src` for the model `target` into the new directory `out`.
+    """Convert the head `src` for the model `target` into the new directory `out`.
 
-    Raises UserError for what is no EAGLE-3 head of this model, or can be read in two ways.
+    Raises UserError if it is not an EAGLE-3 head of this model, or is ambiguous.
     """
     source, model = SourceModel.open(src), SourceModel.open(target)
     manifest = Manifest(
@@ -59,17 +59,17 @@ def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: 
         config=dataclasses.asdict(config),
         inputs={"head": source.record, "target": model.record},
     )
-    if done := finished(out, manifest, overwrite, (source.path, model.path)):
-        return done
-    with timed(manifest.seconds, "import"), HeadReader(source.path) as reader, Reader(model.path) as its:
-        head, dtype, manifest.metrics = _Import(source, reader, model, its, config).head()
+    if previous := finished(out, manifest, overwrite, (source.path, model.path)):
+        return previous
+    with timed(manifest.seconds, "import"), HeadReader(source.path) as reader, Reader(model.path) as target_reader:
+        head, dtype, manifest.metrics = _Import(source, reader, model, target_reader, config).head()
         with writing(out, manifest) as partial:
             write_head(head, partial, dtype)
     return manifest
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json with the fields of the layer beside the others. Defaults as vLLM reads those that `speculators` wrote
+    """Return config.json with the layer's fields at the top level, and defaults as in vLLM's reader of `speculators`
     (vllm/transformers_utils/configs/speculators/algos.py)."""
     layer = config.get(NESTED)
     if layer is None:
@@ -81,28 +81,29 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Import:
-    """One head under way. `stored`: our name of a tensor -> the file's."""
+    """The import of one head. stored: our name of a tensor -> its name in the file."""
 
     def __init__(
-        self, source: SourceModel, reader: HeadReader, model: SourceModel, its: Reader, config: DraftImportConfig
-    ):
-        self.source, self.reader, self.its, self.config = source, reader, its, config
+        self, source: SourceModel, reader: HeadReader, model: SourceModel, target_reader: Reader,
+        config: DraftImportConfig,
+    ):  # fmt: skip
+        self.source, self.reader, self.target_reader, self.config = source, reader, target_reader, config
         self.spec = model.spec
         self.stored: dict[str, str] = {}
         for name in reader.weights:
-            ours = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
-            if ours in self.stored:
-                raise UserError(f"{source} has both {self.stored[ours]!r} and {name!r}, two names of one tensor")
-            self.stored[ours] = name
+            our_name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+            if our_name in self.stored:
+                raise UserError(f"{source} has both {self.stored[our_name]!r} and {name!r}, two names of one tensor")
+            self.stored[our_name] = name
         if "fc.weight" not in self.stored:
-            raise UserError(f"{source} is no EAGLE-3 head: it has no tensor 'fc.weight'")
+            raise UserError(f"{source} is not an EAGLE-3 head: it has no tensor 'fc.weight'")
 
     def head(self) -> tuple[Eagle3Head, torch.dtype, dict[str, Any]]:
-        """The head, the dtype it was stored in, and what was found."""
+        """Return the head, its stored dtype, and the manifest's metrics."""
         dtype = torch.int8 if self.reader.quantized else self._tensor("fc.weight").dtype
         embedding = self._tensor(EMBEDDING) if EMBEDDING in self.stored else None
         if embedding is not None and self._is_the_targets(embedding):
-            log("embed_tokens is the target's own and not kept")
+            log("embed_tokens equals the target's and is dropped")
             embedding = None
         settings = self._config()
         config = head_config(self.source.path, settings, self.spec.num_layers, embedding is not None)
@@ -125,27 +126,28 @@ class _Import:
         }
         return head, dtype, metrics
 
-    def _tensor(self, ours: str) -> Tensor:
-        return self.reader[self.stored[ours]]
+    def _tensor(self, our_name: str) -> Tensor:
+        return self.reader[self.stored[our_name]]
 
-    def _rows(self, ours: str) -> int:
-        return self.reader.shape(self.stored[ours])[0]
+    def _rows(self, our_name: str) -> int:
+        return self.reader.shape(self.stored[our_name])[0]
 
     def _is_the_targets(self, embedding: Tensor) -> bool:
-        if embedding.shape != self.its.shape(f"model.{EMBEDDING}"):
+        if embedding.shape != self.target_reader.shape(f"model.{EMBEDDING}"):
             return False
-        its = self.its[f"model.{EMBEDDING}"]
-        return torch.equal(embedding, dequantize(*quantize(its)) if self.reader.quantized else its.to(embedding.dtype))
+        expected = self.target_reader[f"model.{EMBEDDING}"]
+        expected = dequantize(*quantize(expected)) if self.reader.quantized else expected.to(embedding.dtype)
+        return torch.equal(embedding, expected)
 
     def _vocabulary(self) -> tuple[str | None, Tensor]:
-        """How d2t was read (None without one), and the target's id [V] of every row of the file's lm_head."""
+        """Return how d2t was read (None without one), and the target id of every row of the file's lm_head, [V]."""
         vocabulary = self.spec.vocab_size
         if "d2t" not in self.stored:
             rows = self._rows(HEAD) if HEAD in self.stored else vocabulary
             if rows != vocabulary:
                 raise UserError(
-                    f"{self.source}: lm_head has {rows} rows, the target {vocabulary} tokens, and there is no d2t that "
-                    "says which of them they are"
+                    f"{self.source}: lm_head has {rows} rows, the target {vocabulary} tokens, and there is no d2t to "
+                    "map them"
                 )
             return None, torch.arange(vocabulary)
         t2d = self._tensor("t2d").bool() if "t2d" in self.stored else None
@@ -155,17 +157,19 @@ class _Import:
             raise UserError(f"{self.source}: {error}") from error
 
     def _config(self) -> dict[str, Any]:
-        """config.json, completed by what shapes say."""
+        """Return config.json with missing fields derived from shapes."""
         settings = _flat(self.source.config)
         named = " ".join(map(str, settings.get("architectures") or ()))
         if "eagle3" not in named.lower():
-            raise UserError(f"{self.source} is no EAGLE-3 head: its architectures is {named!r}, not {ARCHITECTURE!r}")
+            raise UserError(
+                f"{self.source} is not an EAGLE-3 head: its architectures is {named!r}, not {ARCHITECTURE!r}"
+            )
         if (layers := settings.get("num_hidden_layers", 1)) != 1:
-            raise UserError(f"{self.source}: num_hidden_layers = {layers}; heads of 1 layer are read")
+            raise UserError(f"{self.source}: num_hidden_layers = {layers}; only heads with 1 layer are supported")
         for name in ("num_attention_heads", "rms_norm_eps"):
             if settings.get(name) is None:
                 raise UserError(
-                    f"{self.source}: config.json has no {name!r}, and no tensor says it; add the head's own"
+                    f"{self.source}: config.json has no {name!r}, and it cannot be derived from tensors; add it"
                 )
         derived: dict[str, Any] = {
             "vocab_size": self.spec.vocab_size,
@@ -180,22 +184,25 @@ class _Import:
             derived["head_dim"] = self._rows(f"{QUERY}weight") // heads
         missing = {name: value for name, value in derived.items() if settings.get(name) is None}
         eagle = {**settings, **(settings.get("eagle_config") or {})}
-        # A norm is there or it is not.
+        # Decided by the tensors alone, whatever config.json has.
         eagle |= {"norm_before_fc": "input_norm.weight" in self.stored, "fc_norm": "fc_norm.0.weight" in self.stored}
         convention = self.config.convention or eagle.get("eagle_aux_hidden_state_convention") or CONVENTIONS[0]
         eagle["eagle_aux_hidden_state_convention"] = convention
-        known = next((self._rows(name) for name in ("d2t", HEAD) if name in self.stored), self.spec.vocab_size)
-        return {**settings, **missing, "draft_vocab_size": known, "eagle_config": eagle}
+        size = next((self._rows(name) for name in ("d2t", HEAD) if name in self.stored), self.spec.vocab_size)
+        return {**settings, **missing, "draft_vocab_size": size, "eagle_config": eagle}
 
     def _state(self, head: Eagle3Head, ids_V: Tensor) -> dict[str, Tensor]:
-        """All tensors but the embedding, the head's rows in rising order of the target's ids. Strict."""
-        settled = {"d2t", "t2d", EMBEDDING}
-        shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items() if name not in settled}
+        """Return all tensors but the embedding, the rows of lm_head sorted by target id. Raises UserError for missing,
+        extra and wrongly shaped tensors."""
+        resolved = {"d2t", "t2d", EMBEDDING}
+        shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items() if name not in resolved}
         if HEAD not in self.stored:
             del shapes[HEAD]
         expected = {self.stored.get(name, name): shape for name, shape in shapes.items()}
-        expected |= {self.stored[name]: self.reader.shape(self.stored[name]) for name in settled if name in self.stored}
-        # Some tools write t2d as numbers with a point.
+        expected |= {
+            self.stored[name]: self.reader.shape(self.stored[name]) for name in resolved if name in self.stored
+        }
+        # Some tools write t2d as floating-point numbers.
         maps = {self.stored[name] for name in VOCABULARY if name in self.stored}
         self.reader.check(expected, whole=frozenset(n for n in maps if not self.reader.dtype(n).is_floating_point))
         state = {name: self._tensor(name) for name in shapes}
@@ -203,6 +210,6 @@ class _Import:
         if HEAD in state:
             state[HEAD] = state[HEAD][order]
         else:
-            tied = HEAD not in self.its
-            state[HEAD] = self.its[f"model.{EMBEDDING}" if tied else HEAD][ids_V[order]]
+            tied = HEAD not in self.target_reader
+            state[HEAD] = self.target_reader[f"model.{EMBEDDING}" if tied else HEAD][ids_V[order]]
         return state | buffers(head.config, ids_V[order])

@@ -1,7 +1,8 @@
-"""`draft train`: an EAGLE-3 head learns to propose what its target says, on text that the target wrote.
+"""`draft train`: train an EAGLE-3 head on its target's regenerated answers.
 
-Steps, evaluation, checkpoints and many processes are those of `heal` (training/optimizer.py, training/loop.py,
-training/distributed.py). What was best on answers kept back is written as a head that the engine loads.
+Optimiser, evaluation, checkpoints and distributed training are those of `heal` (training/optimizer.py,
+training/loop.py, training/distributed.py). The weights that are best on validation answers are written as a head that
+the engine loads.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import packing
 from mlaforge.drafting import initialize, vocabulary
 from mlaforge.drafting.config import DraftTrainConfig
-from mlaforge.drafting.dataset import TEXT, TRAINED, Answer, learnt_from, read_answers, split
-from mlaforge.drafting.unroll import States, Unrolled, Validation, capture, columns
+from mlaforge.drafting.dataset import TEXT_FILE, TRAIN_STAGE, Answer, read_answers, split, training_texts
+from mlaforge.drafting.unroll import States, UnrolledHead, Validation, capture, columns
 from mlaforge.families.spec import ModelSpec, capture_boundaries
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -40,27 +41,27 @@ NOT_HASHED = ("device", "tensorboard", "text", "vocabulary", "init")
 
 
 def check_options(config: DraftTrainConfig) -> None:
-    """Raises UserError for options that contradict each other whatever the model."""
+    """Raise UserError for options that contradict each other for any model."""
     if config.seqlen > config.batch_tokens:
         raise UserError(f"seqlen = {config.seqlen} must be at most batch_tokens = {config.batch_tokens}")
     if not config.text:
-        raise UserError("--text is missing: what `mlaforge draft regenerate MODEL` wrote")
+        raise UserError("--text is missing: give the output of `mlaforge draft regenerate MODEL`")
 
 
 def boundaries(chosen: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """Where the residual stream is captured, by default the usual places. Raises UserError for what is no three places
-    of it."""
+    """Return the boundaries at which the residual stream is captured. Raises UserError unless there are three valid
+    ones."""
     if chosen is None:
         return capture_boundaries(num_layers)
     if len(chosen) != 3 or max(chosen) > num_layers:
         listed = ",".join(map(str, chosen))
-        raise UserError(f"boundaries = {listed} must be three places of 0 to {num_layers}, such as 0,1,{num_layers}")
+        raise UserError(f"boundaries = {listed} must be three numbers from 0 to {num_layers}, such as 0,1,{num_layers}")
     return chosen
 
 
 def new_config(source: SourceModel, config: DraftTrainConfig, size: int) -> Eagle3Config:
-    """A head as wide as its target, with the target's heads, and an MLP as wide as what a token visits in its first
-    layer. RoPE is unscaled, of the target's base."""
+    """Return the config of a new head with the target's width and attention heads, and an MLP as wide as the active one
+    of its first layer. RoPE is unscaled, with the target's base."""
     from transformers import LlamaConfig
 
     spec, first = source.spec, source.spec.layers[0]
@@ -76,14 +77,14 @@ def new_config(source: SourceModel, config: DraftTrainConfig, size: int) -> Eagl
     )  # fmt: skip
     return Eagle3Config(
         layer, spec.hidden_size, size, boundaries(config.boundaries, spec.num_layers), config.sliding_window or None,
-        # States of a few tokens are hundreds of times larger than the others.
+        # The norms of a few tokens' states exceed the others by factors of hundreds.
         fc_norm=True,
     )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Answers to learn from and answers kept back, in rows."""
+    """Training and validation answers in packed rows, and their description for the manifest."""
 
     feed: packing.Feed
     validation: packing.Rows
@@ -91,74 +92,75 @@ class Texts:
 
 
 def read_texts(config: DraftTrainConfig, answers: list[Answer]) -> Texts:
-    """Packs the answers. Raises UserError where none has two tokens."""
-    learnt, held = split(answers)
-    random.Random(config.seed).shuffle(learnt)
+    """Split and pack the answers. Raises UserError if none has two tokens."""
+    train_answers, validation_answers = split(answers)
+    random.Random(config.seed).shuffle(train_answers)
     rows = []
-    for some in (learnt, held):
-        rows.append(packing.first_fit([(a.prompt_ids + a.answer_ids, len(a.prompt_ids)) for a in some], config.seqlen))
+    for part in (train_answers, validation_answers):
+        rows.append(packing.first_fit([(a.prompt_ids + a.answer_ids, len(a.prompt_ids)) for a in part], config.seqlen))
         if not int(columns(rows[-1])[1].sum()):
             raise UserError(f"no answer has two tokens within seqlen = {config.seqlen}; give a longer one")
     count = config.batch_tokens // config.seqlen
-    drawn = [int((columns(some)[1] > 0).sum()) for some in rows]
+    num_columns = [int((columns(part)[1] > 0).sum()) for part in rows]
     described = {
-        "answers": len(learnt), "columns": drawn[0], "row_tokens": rows[0].ids.numel(),
-        "times_read": config.steps * count / len(rows[0]), "validation_answers": len(held),
-        "validation_columns": drawn[1],
+        "answers": len(train_answers), "columns": num_columns[0], "row_tokens": rows[0].ids.numel(),
+        "times_read": config.steps * count / len(rows[0]), "validation_answers": len(validation_answers),
+        "validation_columns": num_columns[1],
     }  # fmt: skip
     feed = packing.Feed((packing.Phase(rows[0], config.steps),), config.batch_tokens, config.seed)
     return Texts(feed, rows[1], described)
 
 
 def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False) -> Manifest:
-    """Trains a head for `model` into the new directory `out`.
+    """Train a head for `model` into the new directory `out`.
 
-    The same again returns the finished result, or goes on where a killed run stopped, with the same result to the bit
-    on one machine. Raises UserError for the user's mistakes, and where the loss stops being a number.
+    With the same inputs, a finished result is returned and an interrupted run resumes, with bitwise the same result on
+    one machine. Raises UserError for invalid inputs, and Resumable for a non-finite loss.
     """
     check_options(config)
     source = SourceModel.open(model)
     spec = source.spec
     folders = [Path(text) for text in config.text or ()]
-    read = [read_answers(folder) for folder in folders]
-    texts = read_texts(config, [answer for _, answers in read for answer in answers])
+    regenerated = [read_answers(folder) for folder in folders]
+    texts = read_texts(config, [answer for _, answers in regenerated for answer in answers])
     source.check_tokens(texts.feed.phases[0].rows.ids, texts.validation.ids)
-    old = read_head(Path(config.init), spec.num_layers) if config.init else None
-    if old is None:
-        every = torch.arange(spec.vocab_size)
-        ids = vocabulary.read(Path(config.vocabulary), spec.vocab_size) if config.vocabulary else every
+    init_head = read_head(Path(config.init), spec.num_layers) if config.init else None
+    if init_head is None:
+        all_ids = torch.arange(spec.vocab_size)
+        ids = vocabulary.read(Path(config.vocabulary), spec.vocab_size) if config.vocabulary else all_ids
         shape = new_config(source, config, len(ids))
     else:
         if config.vocabulary or config.boundaries or config.kv_heads:
-            raise UserError("--init brings vocabulary, boundaries and key-value heads of its own; give none of them")
-        _check_init(old.config, spec, config)
-        ids, shape = old.target_ids, old.config
+            raise UserError("--init defines vocabulary, boundaries and key-value heads; do not give them as options")
+        _check_init(init_head.config, spec, config)
+        ids, shape = init_head.target_ids, init_head.config
     group = distributed.init_process_group(resolve_device(config.device))
     check_divisible(texts.feed, group.world_size)
     manifest = Manifest(
-        TRAINED,
+        TRAIN_STAGE,
         config={key: value for key, value in dataclasses.asdict(config).items() if key not in NOT_HASHED},
         inputs={
             "model": source.record,
-            "init": {"sha256": fingerprint(Path(config.init)), "text": learnt_from(Path(config.init))}
+            "init": {"sha256": fingerprint(Path(config.init)), "text": training_texts(Path(config.init))}
             if config.init else None,
             "vocabulary": sha256(Path(config.vocabulary) / vocabulary.FILE) if config.vocabulary else None,
-            # Prompts that the text is free of, by the SHA-256 of their files: what the head may be judged on.
+            # exclude: SHA-256 of the files that the text does not overlap, on which the head may be evaluated.
             "text": [
-                {"sha256": sha256(folder / TEXT), "written_by": answered.inputs["model"]["sha256"],
-                 "exclude": answered.inputs["exclude"]} for folder, (answered, _) in zip(folders, read, strict=True)
+                {"sha256": sha256(folder / TEXT_FILE), "written_by": source_manifest.inputs["model"]["sha256"],
+                 "exclude": source_manifest.inputs["exclude"]}
+                for folder, (source_manifest, _) in zip(folders, regenerated, strict=True)
             ],
         },
     )  # fmt: skip
-    others = [text for text in manifest.inputs["text"] if text["written_by"] != manifest.inputs["model"]["sha256"]]
-    if others and group.is_main_process:
-        log(f"the text was not written by {model} itself: its own would teach more")
-    if done := finished(out, manifest, overwrite, (source.path, *folders, config.init, config.vocabulary)):
+    foreign = [text for text in manifest.inputs["text"] if text["written_by"] != manifest.inputs["model"]["sha256"]]
+    if foreign and group.is_main_process:
+        log(f"the text was not generated by {model}: training on its own answers works better")
+    if previous := finished(out, manifest, overwrite, (source.path, *folders, config.init, config.vocabulary)):
         if group.is_main_process:
             log(f"{out} is finished already")
-        return done
+        return previous
     with training_artifact(out, manifest, group) as partial:
-        _train(source, shape, ids, old, config, texts, manifest, partial, group)
+        _train(source, shape, ids, init_head, config, texts, manifest, partial, group)
     return manifest
 
 
@@ -168,49 +170,49 @@ def _check_init(head: Eagle3Config, spec: ModelSpec, config: DraftTrainConfig) -
     except UserError as error:
         raise UserError(f"{config.init}: {error}") from error
     if head.has_embed_tokens:
-        raise UserError(f"{config.init} has embed_tokens of its own, which is not trained here; give another head")
+        raise UserError(f"{config.init} has its own embed_tokens, which cannot be trained; give another head")
 
 
-def _new_head(
+def _initialized_head(
     shape: Eagle3Config, ids: Tensor, rows: packing.Rows, states: Callable[[packing.Rows], States], embedding: Tensor,
-    wanted_head: Tensor, seed: int, work: TensorStore, group: distributed.ProcessGroup,
+    target_head: Tensor, seed: int, work: TensorStore, group: distributed.ProcessGroup,
 ) -> Eagle3Head:  # fmt: skip
-    """A head that begins as drafting/initialize.py says, made by the first process, once."""
+    """Return a head initialised by drafting/initialize.py, computed once, by rank 0."""
     head = Eagle3Head(shape)
     if "start" not in work and group.is_main_process:
         text = initialize.Text(rows, states, embedding.float(), shape.layer.rms_norm_eps)
-        initialize.start(head, text, wanted_head, seed)
+        initialize.initialize_head(head, text, target_head, seed)
         work["start"] = dict(head.named_parameters())
     group.barrier()
     head.load_state_dict({**buffers(shape, ids), **work["start"]})
     return head
 
 
-def states_cache(work: TensorStore, places: tuple[int, ...]) -> TeacherCache:
-    """Keeps the target's states in bf16, which is what it mostly drafts with."""
+def states_cache(work: TensorStore, boundaries: tuple[int, ...]) -> TeacherCache:
+    """Return a cache of the target's states in bf16, the usual dtype for drafting."""
 
     def compute(target: Any, rows: packing.Rows) -> dict[str, Tensor]:
-        states = capture(target, rows, places)
+        states = capture(target, rows, boundaries)
         return {"captured": states.captured.bfloat16(), "final": states.final.bfloat16()}
 
-    return TeacherCache(work, compute, lambda kept: States(kept["captured"], kept["final"]))
+    return TeacherCache(work, compute, lambda cached: States(cached["captured"], cached["final"]))
 
 
 def _train(
-    source: SourceModel, shape: Eagle3Config, ids: Tensor, old: Eagle3Head | None, config: DraftTrainConfig,
+    source: SourceModel, shape: Eagle3Config, ids: Tensor, init_head: Eagle3Head | None, config: DraftTrainConfig,
     texts: Texts, manifest: Manifest, partial: Path, group: distributed.ProcessGroup,
 ) -> None:  # fmt: skip
-    """The work itself: fills `partial` and the manifest's metrics."""
+    """Fill the directory `partial` and the manifest's metrics."""
     device, work, seconds = group.device, TensorStore(partial / WORK), manifest.seconds
-    dtype, kept = student_dtypes(config.dtype, group)
+    dtype, param_dtype = student_dtypes(config.dtype, group)
     rows = texts.feed.phases[0].rows
     with timed(seconds, "load"):
         target = as_generated(load_packed(source, str(dtype).removeprefix("torch."), device)).requires_grad_(False)
         target.set_attn_implementation(FUSED)
         embedding = target.get_input_embeddings().weight.detach().clone()
-        wanted_head = target.lm_head.weight.detach()[ids.to(device)]
+        target_head = target.lm_head.weight.detach()[ids.to(device)]
     cache = states_cache(work, shape.boundaries)
-    # Phase 0 is what is learnt from, 1 what is kept back.
+    # Phase 0 is the training text, 1 the validation text.
     phases = (texts.feed.phases[0] if config.cache else packing.Phase(rows.take(torch.arange(0)), 0),
               packing.Phase(texts.validation, 0))  # fmt: skip
     with timed(seconds, "target"):
@@ -221,11 +223,13 @@ def _train(
             states: Callable[[packing.Rows], States] = functools.partial(cache, 0)
         else:
             states = functools.partial(capture, target, boundaries=shape.boundaries)
-        head = old or _new_head(shape, ids, rows, states, embedding, wanted_head, config.seed, work, group)
-    head = head.to(device, kept)
+        head = init_head or _initialized_head(
+            shape, ids, rows, states, embedding, target_head, config.seed, work, group
+        )
+    head = head.to(device, param_dtype)
     parameters = sum(tensor.numel() for tensor in head.parameters())
-    objective = Unrolled(
-        head, None if config.cache else target, embedding, wanted_head, config.unroll,
+    objective = UnrolledHead(
+        head, None if config.cache else target, embedding, target_head, config.unroll,
         texts.described["columns"] / len(rows),
     )  # fmt: skip
     del target

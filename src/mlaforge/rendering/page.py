@@ -4,12 +4,15 @@ one self-contained HTML file that loads no other resource and needs no script.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from mlaforge.runtime import install, log
 
 NOT_MEASURED, NOT_FINITE = "not measured", "not finite"
 
@@ -88,6 +91,14 @@ def interval(mean: float, stderr: float, n: int) -> tuple[float, float] | None:
     t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
     t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
     return mean - t * stderr, mean + t * stderr
+
+
+def can_draw(pictures: str) -> bool:
+    """Whether matplotlib is installed; otherwise log which `pictures` are left out, and how to get them."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return True
+    log(f"matplotlib is missing, so {pictures} are left out: {install('report')}")
+    return False
 
 
 def drawing(key: str, draw: Callable[[Any, Any], None], data: Any, height: float = 2.9) -> str:

@@ -6,6 +6,7 @@ missing numbers are shown as "not measured". It loads no other resource and need
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -33,7 +34,7 @@ from mlaforge.report.plots import figures
 from mlaforge.report.recommendations import recommend
 from mlaforge.report.speeds import CONTEXTS as SPEEDS
 from mlaforge.report.speeds import compare, speeds
-from mlaforge.runtime import UserError
+from mlaforge.runtime import UserError, install
 
 GENERATOR = "mlaforge report"
 # Parts of a report: stage or kind of result -> its content, and the command that creates it.
@@ -66,6 +67,8 @@ def write_report(folder: Path, out: Path) -> dict[str, Any]:
     Return the numbers. Raise UserError if `folder` is not a directory, or if `out` cannot be written or exists and is
     not a report.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"the report needs matplotlib: {install('report')}")
     numbers_file = out.with_suffix(".json")
     if numbers_file == out:
         raise UserError(f"{out} would be both the page and its numbers; give a name that ends in .html")
