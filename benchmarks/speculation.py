@@ -38,7 +38,7 @@ from mlaforge.checkpoint import resolve
 from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset
-from mlaforge.engine.config import MOST_DRAFTED
+from mlaforge.engine.config import MAX_DRAFT_TOKENS
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import Drafter
@@ -151,7 +151,7 @@ def read_prompts(
 def measure(modes: Modes, prompts: list[list[int]], tokens: int) -> dict[str, dict[str, Any]]:
     """Per mode its speed and ratios, how often its tokens were not plain decoding's, and the largest margin there."""
     drafters: dict[str, Any] = {"plain": None}
-    drafters |= {name: PromptLookupDrafter(MOST_DRAFTED) for name in ("ngram", "ngram copies adaptive")}
+    drafters |= {name: PromptLookupDrafter(MAX_DRAFT_TOKENS) for name in ("ngram", "ngram copies adaptive")}
     if modes.head is not None:
         drafters |= dict.fromkeys(("head", "head adaptive", "head copies adaptive"), modes.head)
         if modes.tree:

@@ -192,7 +192,7 @@ def test_out_of_memory_anywhere_reports_capacity(bench, tiny_models, monkeypatch
 
 @pytest.mark.parametrize(("owner", "name", "words"), [
     (BlockTables, "free", "are in the cache"), (Engine, "abort", "requests are left"),
-    (BlockPool, "release", "holders, but 0 hold it"),
+    (BlockPool, "release", "references, but 0 users"),
 ])  # fmt: skip
 def test_leaked_requests_and_blocks_end_the_run(bench, tiny_models, monkeypatch, owner, name, words):
     if owner is Engine:

@@ -76,7 +76,7 @@ def test_a_head_that_may_know_the_prompts_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["speculation.py", "--data", str(tmp_path), "--draft", str(head), "--threads", threads]
     )
-    with pytest.raises(UserError, match=r"need not be free of .*mt_bench\.jsonl"):
+    with pytest.raises(UserError, match=r"does not exclude .*mt_bench\.jsonl"):
         bench.main()
 
 
