@@ -173,7 +173,7 @@ def test_mimo_is_read_as_qwen2() -> None:
     ("model_type", "words"),
     [
         ("mixtral", "'mixtral' is not supported: transformers merges its experts' tensors"),
-        ("mimo_v2_flash", "'mimo_v2_flash' is not supported: its heads are of another size in keys than in values"),
+        ("mimo_v2_flash", "'mimo_v2_flash' is not supported: its keys and values have different head sizes"),
         ("qwen33", r"'qwen33' is not supported; .* did you mean 'qwen3'\?"),
         ("t5", "'t5' is not supported; "),
     ],
