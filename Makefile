@@ -20,6 +20,7 @@ demo: $(VENV)/.ready
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 # docs/architecture.md, from the docstrings.

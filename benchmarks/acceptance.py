@@ -1,11 +1,11 @@
-"""How many tokens a step a draft head gives: the first turns of mt_bench.jsonl, greedy, and prompt lookup beside it.
+"""Tokens per step of a draft head and of prompt lookup: greedy, on the first turns of mt_bench.jsonl.
 
     python benchmarks/acceptance.py --data ../shared/data [--draft DIR] [--model MODEL] [--context N] [--out FILE.json]
 
-Always 3 drafted tokens, --tokens new tokens for each prompt, past the end of the text, sixteen prompts together, which
-speculation.py takes one by one to time them. What it refuses is refused here, and `distinct` means the same. With
---context each question stands behind so many tokens of WikiText-2, a stretch of its own: heads that learnt from short
-text may fail on long.
+3 drafted tokens, --tokens new tokens per prompt ignoring EOS, in batches of sixteen prompts (speculation.py runs one
+prompt at a time for timing). The same inputs are rejected as in speculation.py, and `distinct` has the same meaning.
+With --context each question follows that many tokens of WikiText-2, different for each: heads trained on short text may
+fail on long text.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ DRAFTED, KEY_TILE = 3, 16
 
 
 def passages(llm: LLM, data: Path, tokens: int, count: int) -> list[str]:
-    """Stretches of WikiText-2, one after another. UserError where there is too little of it."""
+    """Consecutive passages of WikiText-2. Raise UserError if the text is too short."""
     text = Path(wikitext(data)[1]).read_text(encoding="utf-8")
     ids = llm.tokenizer(text)["input_ids"]
     if len(ids) < count * tokens:
         raise UserError(
-            f"{count} passages of {tokens} tokens are more than {len(ids)}; give --prompts or --context less"
+            f"{count} passages of {tokens} tokens exceed the text of {len(ids)}; reduce --prompts or --context"
         )
     return [llm.tokenizer.decode(ids[n * tokens : (n + 1) * tokens]) + "\n\n" for n in range(count)]
 
 
 def count(options: argparse.Namespace, model: Path, path: Path, drafter: str) -> dict[str, Any]:
-    """`eagle_speculation` of one drafter, and how many of the answers' runs of four tokens are different ones."""
+    """`eagle_speculation` of one drafter, and the share of distinct 4-grams in the answers."""
     llm = LLM(
         model, dtype=options.dtype, device="cpu", cache_bytes=1 << 31, max_num_seqs=KEY_TILE, speculative=drafter,
         num_speculative_tokens=DRAFTED, adaptive_speculation=False,
     )  # fmt: skip
     before = functools.partial(passages, llm, options.data, options.context) if options.context else None
     prompts = read_prompts(path, llm, options.prompts, before)
-    asks = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
-    answers = [output.outputs[0].token_ids for output in llm.generate(prompts, asks)]
+    params = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
+    answers = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     speculation = llm.engine.stats().speculation
     assert speculation is not None
     return {
@@ -60,7 +60,7 @@ def count(options: argparse.Namespace, model: Path, path: Path, drafter: str) ->
 
 
 def table(rows: dict[str, Any]) -> str:
-    """What the rows come to, for the terminal."""
+    """Table of the rows for the terminal."""
     lines = [("", "tokens a step", "by place", "distinct")]
     for name, row in rows.items():
         block = row["eagle_speculation"]

@@ -1,13 +1,13 @@
-"""Do the sets of `calibrate` help? SmolLM2 converted with golden, random and first-N text of one pool.
+"""Benefit of the calibration sets of `calibrate`: SmolLM2 converted with golden, random and first-N text of one pool.
 
     python benchmarks/calibration.py --data ../shared/data [--windows 8] [--seqlen 1024] [--folder runs/calibration]
 
-The pool is the embedded text (less what is held out) and WikiText-2's validation text, in that order. Each way takes
-the same number of tokens from it: `golden` the full set of `mlaforge calibrate` (SmolLM2 has no sliding windows),
-`random` windows from anywhere, `first` the first ones. Three seeds: of the clusters, of the windows, and of the labels
-that calibration samples, so that `first` varies too. Judged on text of another kind than the pool's (grade-school
-mathematics, questions to an assistant), and on text of its kinds (WikiText-2 test, held-out Python source).
-SmolLM2-135M-Instruct, fp32, `latent` at 50 %. Less than an hour on two cores; a run that was cut off goes on.
+The pool is the embedded text (without its held-out part) and WikiText-2's validation text, in that order. Each way
+takes the same number of tokens from it: `golden` the full set of `mlaforge calibrate` (SmolLM2 has no sliding windows),
+`random` random windows, `first` the first ones. Three seeds: of the clusters, of the windows, and of the labels that
+calibration samples, so that `first` varies too. Evaluated on other kinds of text than the pool's (grade-school
+mathematics, questions to an assistant) and on the same kinds (WikiText-2 test, held-out Python source).
+SmolLM2-135M-Instruct, fp32, `latent` at 50 %. Less than an hour on two cores; an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Results, judged_texts, parser, wikitext, without_repeats
+from rows import Results, evaluation_texts, parser, wikitext, without_repeats
 
 from mlaforge.bench.conversion import perplexities
 from mlaforge.calibration import calibrate
@@ -35,8 +35,8 @@ from mlaforge.rendering.table import markdown_table
 
 SEEDS = (0, 1, 2)
 WAYS = ("golden", "random", "first")
-# Judged text -> whether the pool holds text of its kind.
-JUDGED = {"maths": False, "chat": False, "wiki": True, "code": True}
+# Evaluation text -> whether the pool contains text of its kind.
+EVAL_TEXTS = {"maths": False, "chat": False, "wiki": True, "code": True}
 
 
 def pool(data: Path) -> tuple[str, ...]:
@@ -44,19 +44,19 @@ def pool(data: Path) -> tuple[str, ...]:
 
 
 def convert_one(way: str, seed: int, options: argparse.Namespace, model: Path) -> Path:
-    """SmolLM2 calibrated in one way; the windows of `first` are handed over as a text of just that length."""
+    """Convert SmolLM2 with one way of calibration; the windows of `first` are passed as a text of their length."""
     scratch, seqlen = options.folder, options.seqlen
     text = scratch / "pool.txt"
     if way == "golden":
         text = scratch / f"golden-{seed}"
-        wanted = CalibrateConfig(source=pool(options.data), seed=seed, tokenizer=str(model), device="cpu")
-        calibrate.run(text, wanted, embedded=scratch / "embedded")
+        calibrate_config = CalibrateConfig(source=pool(options.data), seed=seed, tokenizer=str(model), device="cpu")
+        calibrate.run(text, calibrate_config, embedded=scratch / "embedded")
     elif way == "first":
-        # Convert draws windows at random where there are more than it takes: it is given no more.
+        # `convert` samples windows at random from longer text, so the text has exactly this length.
         tokenizer = source_model.load_tokenizer(model)
         first = corpus.windows(tokenizer, str(text), options.windows, seqlen)
         text = scratch / "first.txt"
-        # A few tokens more, because the last one may be cut otherwise.
+        # A few more tokens, as the last window could be dropped otherwise.
         text.write_text(tokenizer.decode(first.ids.flatten().tolist()) + " the" * 64, encoding="utf-8")
     out = scratch / f"converted-{way}-{seed}"
     config = ConvertConfig(
@@ -71,8 +71,8 @@ def main() -> None:
     arguments = parser(__doc__, "benchmarks/calibration.json")
     arguments.add_argument("--windows", type=int, default=8, help="calibration windows")
     arguments.add_argument("--seqlen", type=int, default=1024, help="tokens of a window")
-    arguments.add_argument("--judged-windows", type=int, default=4, help="windows of each judged text")
-    arguments.add_argument("--folder", type=Path, default=Path("runs/calibration"), help="what is made on the way")
+    arguments.add_argument("--judged-windows", type=int, default=4, help="windows of each evaluation text")
+    arguments.add_argument("--folder", type=Path, default=Path("runs/calibration"), help="folder of intermediate files")
     options = arguments.parse_args()
     model = demo_model.fetch()
     tokenizer = source_model.load_tokenizer(model)
@@ -82,28 +82,29 @@ def main() -> None:
     (scratch := options.folder).mkdir(parents=True, exist_ok=True)
     documents = [d for s in pool(options.data) for d in Source.parse(s).documents(Notes())]
     (scratch / "pool.txt").write_text("\n\n".join("\n".join(d.parts) for d in documents), encoding="utf-8")
-    # Nothing is judged that any of the ways could be tuned on.
-    everything = overlap.passages(corpus.windows(tokenizer, str(scratch / "pool.txt"), 10**6, options.seqlen))
-    wanted = dict.fromkeys(JUDGED, options.judged_windows)
-    judged = without_repeats(judged_texts(tokenizer, options.data, wanted, options.seqlen, scratch), everything)
-    results.body["tokens"] = {name: w.ids.numel() for name, w in judged.items()}
-    original = results.once("original", lambda: perplexities(model, judged, "original", torch.device("cpu")))
+    # Evaluate on no text that any way could be tuned on.
+    pool_passages = overlap.passages(corpus.windows(tokenizer, str(scratch / "pool.txt"), 10**6, options.seqlen))
+    window_counts = dict.fromkeys(EVAL_TEXTS, options.judged_windows)
+    texts = evaluation_texts(tokenizer, options.data, window_counts, options.seqlen, scratch)
+    eval_windows = without_repeats(texts, pool_passages)
+    results.body["tokens"] = {name: w.ids.numel() for name, w in eval_windows.items()}
+    original = results.once("original", lambda: perplexities(model, eval_windows, "original", torch.device("cpu")))
     for row in results.missing({"way": way, "seed": seed} for seed in SEEDS for way in WAYS):
         out = convert_one(row["way"], row["seed"], options, model)
         tokens = json.loads((out / "manifest.json").read_text())["inputs"]["calibration"]["tokens"]
         assert tokens == results.body["calibration_tokens"], (row, tokens)
-        ppl = perplexities(out, judged, f"{row['way']} {row['seed']}", torch.device("cpu"))
+        ppl = perplexities(out, eval_windows, f"{row['way']} {row['seed']}", torch.device("cpu"))
         shutil.rmtree(out)
-        results.add({**row, "ppl": ppl, "ratio": {name: ppl[name] / original[name] for name in judged}})
+        results.add({**row, "ppl": ppl, "ratio": {name: ppl[name] / original[name] for name in eval_windows}})
     print(table(results.rows))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Converted / original perplexity, mean over the seeds and in brackets the least and the most."""
-    names = [f"{name} ({'of the pool’s kind' if kin else 'another kind'})" for name, kin in JUDGED.items()]
+    """Perplexity ratio converted / original: mean over the seeds, with minimum and maximum in brackets."""
+    names = [f"{name} ({'of the pool’s kind' if kin else 'another kind'})" for name, kin in EVAL_TEXTS.items()]
     lines = []
     for way in WAYS:
-        ratios = [[row["ratio"][name] for row in rows if row["way"] == way] for name in JUDGED]
+        ratios = [[row["ratio"][name] for row in rows if row["way"] == way] for name in EVAL_TEXTS]
         lines.append([way, *(f"{statistics.mean(r):.4f} ({min(r):.4f} – {max(r):.4f})" for r in ratios)])
     return markdown_table([["calibrated on", *names], *lines])
 

@@ -1,10 +1,10 @@
-"""The table of plain rows in docs/results.md: what conversion costs on real weights and real text.
+"""Table of plain rows in docs/results.md: perplexity cost of conversion on real weights and text.
 
     python benchmarks/conversion.py --data ../shared/data [--windows 16] [--out benchmarks/conversion.json]
 
 SmolLM2-135M-Instruct, fp32, calibrated on at most 65,536 tokens of wiki.valid.tokens (or on the embedded mixture),
-judged on the first 32,768 tokens of wiki.test.raw in windows of 2048 that do not overlap, no BOS, and on text of two
-other kinds: Python source of the standard library and grade-school mathematics questions.
+evaluated on the first 32,768 tokens of wiki.test.raw in non-overlapping windows of 2048 without BOS, and on two other
+kinds of text: Python source of the standard library and grade-school mathematics questions.
 About 35 minutes on two cores.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Results, judged_texts, parser, wikitext, without_repeats
+from rows import Results, evaluation_texts, parser, wikitext, without_repeats
 
 from mlaforge.bench.conversion import perplexities
 from mlaforge.checkpoint import source_model
@@ -28,15 +28,15 @@ from mlaforge.demo import model as demo_model
 from mlaforge.rendering.table import markdown_table
 
 SEQLEN = 2048
-# What is asked for, as converted / original perplexity on wiki.test.raw.
+# Targets: perplexity ratio converted / original on wiki.test.raw.
 BARS = {("latent", 0.75): 1.01, ("latent", 0.5): 1.05, ("latent", 0.375): 1.18,
         ("latent_rope", 0.75): 1.08, ("latent_rope", 0.5): 1.22}  # fmt: skip
-# The default calibration is judged on fewer configurations: it answers how much the calibration text matters.
+# Fewer configurations with the default calibration, to measure the effect of the calibration text.
 DEFAULT_CALIBRATION = [("latent", 0.5), ("latent_rope", 0.5)]
 
 
-def asked() -> Iterator[dict[str, Any]]:
-    """What tells each row from the others."""
+def row_keys() -> Iterator[dict[str, Any]]:
+    """Keys of each row."""
     for name, cases in (("wiki", BARS), ("embedded", DEFAULT_CALIBRATION)):
         for layout, budget in cases:
             yield {"calibration": name, "layout": layout, "budget": budget, "bar": BARS[layout, budget]}
@@ -54,13 +54,17 @@ def main() -> None:
     results = Results(options.out, [], resume=True)
     with tempfile.TemporaryDirectory(dir=options.out.parent) as folder:
         scratch = Path(folder)
-        wanted = {"wiki": options.windows, "code": 4, "maths": 4}
-        judged = judged_texts(tokenizer, options.data, wanted, SEQLEN, scratch)
+        window_counts = {"wiki": options.windows, "code": 4, "maths": 4}
+        eval_windows = evaluation_texts(tokenizer, options.data, window_counts, SEQLEN, scratch)
         tuned = [corpus.windows(tokenizer, source, count[name], SEQLEN, seed=0) for name, source in sources.items()]
-        judged = without_repeats(judged, [passage for windows in tuned for passage in overlap.passages(windows)])
-        results.body["tokens"] = {name: w.ids.numel() for name, w in judged.items()}
-        original = results.once("original", lambda: perplexities(directory, judged, "original", torch.device("cpu")))
-        for row in results.missing(asked()):
+        eval_windows = without_repeats(
+            eval_windows, [passage for windows in tuned for passage in overlap.passages(windows)]
+        )
+        results.body["tokens"] = {name: w.ids.numel() for name, w in eval_windows.items()}
+        original = results.once(
+            "original", lambda: perplexities(directory, eval_windows, "original", torch.device("cpu"))
+        )
+        for row in results.missing(row_keys()):
             name, layout, budget = (row[key] for key in ("calibration", "layout", "budget"))
             config = ConvertConfig(
                 layout=layout, budget=budget, calibration=sources[name], nsamples=count[name], seqlen=SEQLEN,
@@ -68,9 +72,9 @@ def main() -> None:
             )  # fmt: skip
             out = scratch / f"{name}-{layout}-{budget:g}"
             manifest = convert.run(str(directory), out, config, calibrated=scratch / "calibration")
-            ppl = perplexities(out, judged, f"{layout} {budget:g}", torch.device("cpu"))
+            ppl = perplexities(out, eval_windows, f"{layout} {budget:g}", torch.device("cpu"))
             shutil.rmtree(out)
-            ratio = {key: ppl[key] / original[key] for key in judged}
+            ratio = {key: ppl[key] / original[key] for key in eval_windows}
             results.add({**row, "seconds": manifest.seconds, "ppl": ppl, "ratio": ratio})
     print(table(results.rows))
 

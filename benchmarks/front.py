@@ -1,13 +1,13 @@
-"""Perplexity by bytes of the cache: what others store a grouped-query cache as, and latents by rank, beside each other.
+"""Perplexity by bytes of the cache: other formats of a grouped-query cache compared with latents by rank.
 
     python benchmarks/front.py --data ../shared/data [--scratch FOLDER] [--out FILE.json]
 
 SmolLM2-135M-Instruct in bf16 on a CPU, in the windows of benchmarks/kv_cache.py: 16 of 2048 tokens of wiki.test.raw and
 4 of Python source. Conversions, and the basis of the plain code, are calibrated on WikiText's validation text. Latents
-of plain rows are read through the engine's cache. Rivals that the engine does not have (rivals.py) are rounded as
-transformers' own cache would give them back; `4 bits, whole` is a check of that beside the engine's int4. Every row
-stands beside the unrounded cache of the same code. Bytes are those of 2048 tokens: scales, norms, first tokens and
-blocks among them. A run that was cut off goes on; --scratch keeps conversions. benchmarks/front_picture.py draws it.
+of plain rows are read through the engine's cache. Formats that the engine lacks (rivals.py) are simulated by rounding
+in transformers' cache; `4 bits, whole` checks the simulation against the engine's int4. Every row is compared with the
+unrounded cache in the same code. Bytes are those of 2048 tokens, including scales, norms, first tokens and blocks. An
+interrupted run resumes; --scratch keeps conversions. benchmarks/front_picture.py plots the results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import rivals
 from kv_cache import CALIBRATION_WINDOWS, LENGTH, cache_bytes, losses
-from rows import Results, command, judged_texts, parser, wikitext, without_repeats
+from rows import Results, command, evaluation_texts, parser, wikitext, without_repeats
 from torch import Tensor
 
 from mlaforge import LLM
@@ -34,7 +34,7 @@ from mlaforge.demo import model as demo_model
 from mlaforge.rendering.table import markdown_table
 
 WINDOWS = {"wiki": 16, "code": 4}
-# Form and bits of what is simulated.
+# Form and bits of the simulated formats.
 SIMULATED = [
     *(("rotated", f"{bits} bits") for bits in (4, 3)), ("blocks", "2 bits"),
     *(("plain code", f"{bits} bits") for bits in (4, 3, 2)), ("rotated", "2 bits"), ("blocks", "4 bits, whole"),
@@ -43,8 +43,8 @@ SIMULATED = [
 CONVERTED = [("latent", 0.75), ("latent", 0.5), ("latent", 0.25), ("latent_rope", 0.5)]
 
 
-def asked() -> Iterator[dict[str, Any]]:
-    """What tells each row from the others."""
+def row_keys() -> Iterator[dict[str, Any]]:
+    """Keys of each row."""
     for how in ("engine", "simulated rounding"):
         yield {"how": how, "form": "gqa", "stored": "bf16", "budget": None}
     for form, stored in SIMULATED:
@@ -55,7 +55,7 @@ def asked() -> Iterator[dict[str, Any]]:
 
 
 class Simulated:
-    """The original in transformers, and what its rivals are made of."""
+    """The original in transformers with simulated cache formats."""
 
     def __init__(self, original: Path, tuned: Tensor):
         self.spec = SourceModel.open(original).spec
@@ -82,7 +82,7 @@ class Simulated:
         return {"ppl": ppl, "bytes": size}
 
 
-def through_engine(directory: Path, stored: str, texts: dict[str, Tensor]) -> dict[str, Any]:
+def measure_engine(directory: Path, stored: str, texts: dict[str, Tensor]) -> dict[str, Any]:
     llm = LLM(directory, dtype="bfloat16", device="cpu", kv_cache_dtype=stored, cache_bytes=256 << 20, max_num_seqs=4)
     return {"ppl": {n: math.exp(losses(llm, ids).mean()) for n, ids in texts.items()}, "bytes": cache_bytes(llm)}
 
@@ -99,14 +99,14 @@ def main() -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         validation = wikitext(options.data)[0]
         tuned = corpus.windows(tokenizer, validation, CALIBRATION_WINDOWS, LENGTH, seed=0)
-        judged = judged_texts(tokenizer, options.data, WINDOWS, LENGTH, scratch)
-        texts = {name: w.ids for name, w in without_repeats(judged, overlap.passages(tuned)).items()}
+        eval_windows = evaluation_texts(tokenizer, options.data, WINDOWS, LENGTH, scratch)
+        texts = {name: w.ids for name, w in without_repeats(eval_windows, overlap.passages(tuned)).items()}
         results.body["tokens"] = {name: ids.numel() for name, ids in texts.items()}
         simulated: Simulated | None = None
-        for row in results.missing(asked()):
+        for row in results.missing(row_keys()):
             if row["how"] == "simulated rounding":
                 simulated = simulated or Simulated(original, tuned.ids)
-                own = simulated.measured(row, texts)
+                measurement = simulated.measured(row, texts)
             else:
                 directory = original
                 if row["budget"] is not None:
@@ -116,10 +116,10 @@ def main() -> None:
                         seqlen=LENGTH, eval_windows=0, device="cpu",
                     )  # fmt: skip
                     convert.run(str(original), directory, config, calibrated=scratch / "calibration")
-                own = through_engine(directory, row["stored"], texts)
-            exact = next((r for r in results.rows if r["how"] == row["how"]), own)
-            ratio = {name: own["ppl"][name] / exact["ppl"][name] for name in texts}
-            results.add({**row, **own, "ratio": ratio, "bytes_ratio": own["bytes"] / exact["bytes"]})
+                measurement = measure_engine(directory, row["stored"], texts)
+            exact = next((r for r in results.rows if r["how"] == row["how"]), measurement)
+            ratio = {name: measurement["ppl"][name] / exact["ppl"][name] for name in texts}
+            results.add({**row, **measurement, "ratio": ratio, "bytes_ratio": measurement["bytes"] / exact["bytes"]})
     print(table(results.rows))
 
 

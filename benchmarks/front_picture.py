@@ -1,4 +1,4 @@
-"""Draws docs/front-light.svg and docs/front-dark.svg from committed measurements; measures nothing.
+"""Plots docs/front-light.svg and docs/front-dark.svg from committed measurements.
 
     python benchmarks/front_picture.py [--folder docs]
 
@@ -20,9 +20,9 @@ from mlaforge.rendering.page import GRID, INK, MUTED, PLOT_STYLE
 HERE = Path(__file__).parent
 TEXTS = {"wiki": "WikiText: the calibration's kind of text", "code": "Python source: another kind"}
 CASES = {"2048x1": "Decoding after 2,048 tokens, one request", "8000x1": "Decoding after 8,000 tokens, one request"}
-# Below the first no difference is measured; above the last all are useless.
+# Below the first no difference is measurable; above the last a model is useless.
 RATIOS = (1.001, 1.003, 1.01, 1.03, 1.1, 1.3, 2.0)
-# Roles, as page.py has them: a theme's colours replace them in the file.
+# Placeholder colours, as in page.py, which are replaced by a theme's colours.
 CODED, LATENT, ROPE, RIVAL, OTHER, THIRD = "#000021", "#000022", "#000023", "#000024", "#000025", "#000026"
 THEMES = {
     "light": {INK: "#1b1f24", MUTED: "#5b6470", GRID: "#e1e5ea", CODED: "#0072b2", LATENT: "#5aa9d6", ROPE: "#d55e00",
@@ -30,7 +30,7 @@ THEMES = {
     "dark": {INK: "#e4e7eb", MUTED: "#9aa4b0", GRID: "#2d333b", CODED: "#56b4e9", LATENT: "#3d84ad", ROPE: "#f0954a",
              RIVAL: "#8b95a1", OTHER: "#3cc49a", THIRD: "#cf8fca"},
 }  # fmt: skip
-# Of each line: colour, marker, and its name at a share of bytes and a ratio of the first panel.
+# Line -> colour, marker, label, and the label's position in the first panel (share of bytes, ratio).
 LINES = {
     "coded": (CODED, "o", "mlaforge, coded:\n4, 3, 2 bits", (0.117, 1.0033)),
     "blocks": (RIVAL, "s", "int8, int4,\nint2* (KIVI)", (0.262, 1.0018)),
@@ -40,7 +40,7 @@ LINES = {
     "latent_rope": (ROPE, "^", "latent_rope by rank\n△ bf16   ▲ int8", (0.56, 1.2)),
 }
 NOTE = "* simulated rounding\n↓ healed (WikiText alone)\nat × 1.001: that or less"
-# Of each peer: how its rows are stored, colour and marker, its name, and which way from the point that stands.
+# Peer -> (layout, storage), colour, marker, label, and the label's offset from the point.
 SPEEDS = {
     "original": (("gqa", "bf16"), RIVAL, "s", "bf16", (0, 9, "center")),
     "original, int8 rows": (("gqa", "int8"), RIVAL, "s", "int8", (9, -3, "left")),
@@ -56,7 +56,7 @@ def rows_of(name: str) -> Any:
 
 
 def points() -> dict[str, list[dict[str, Any]]]:
-    """What each line joins, by bytes: `bytes` of bf16's, `ratio` by text, `stored`."""
+    """Points of each line, sorted by bytes: `bytes` relative to bf16, `ratio` by text, `stored`."""
     front, conversion = rows_of("front"), rows_of("conversion")
     stored = {(row["layout"], row["stored"]): row for row in rows_of("kv_cache")}
     lines: dict[str, list[dict[str, Any]]] = {name: [] for name in LINES}
@@ -66,7 +66,7 @@ def points() -> dict[str, list[dict[str, Any]]]:
 
     for kind in ("4 bits", "3 bits", "2 bits"):
         add("coded", row := stored["latent", kind], row["bytes_ratio"], kind)
-    # Like the simulated forms, int4 is that with its first tokens left as they are.
+    # int4 with unrounded first tokens, like the simulated formats.
     for kind in ("int8", "int4 first"):
         add("blocks", row := stored["gqa", kind], row["bytes_ratio"], kind)
     for row in front:
@@ -80,14 +80,14 @@ def points() -> dict[str, list[dict[str, Any]]]:
 
 
 def healed() -> Iterator[tuple[str, float, list[float]]]:
-    """Layout, bytes of bf16's, and the ratio on WikiText before and after."""
+    """Yield (layout, bytes relative to bf16, ratios on WikiText before and after healing)."""
     for name, row in rows_of("healing").items():
         layout, budget = name.split("-")
         yield layout, float(budget), row["ratio"]
 
 
 def height(ratio: float) -> float:
-    """Where a ratio stands on the axis: the logarithm of what is lost, none of it below the first tick."""
+    """Axis position of a ratio: logarithm of the loss, clipped at the first tick."""
     return math.log10(max(ratio, RATIOS[0]) - 1)
 
 
@@ -96,11 +96,11 @@ def draw_quality(ax: Any, text: str, lines: dict[str, list[dict[str, Any]]]) -> 
         if text == "wiki" and lines[name]:
             ax.text(x, height(y), label, color=color, va="center", weight="bold" if name == "coded" else "normal")
         for kind, filled in (("bf16", False), ("int8", True)) if name.startswith("latent") else (("", True),):
-            own = [p for p in lines[name] if kind in p["stored"]]
-            xs, ys = [p["bytes"] for p in own], [height(p["ratio"][text]) for p in own]
+            selected = [p for p in lines[name] if kind in p["stored"]]
+            xs, ys = [p["bytes"] for p in selected], [height(p["ratio"][text]) for p in selected]
             width, size, above = (2.4, 7, 3) if name == "coded" else (1.2, 5, 2)
             ax.plot(xs, ys, color=color, lw=width, ls="-" if filled else (0, (4, 2)), zorder=above)
-            # Points at the edge are whole; those above it are not there, and their line says so.
+            # Points beyond the upper edge are omitted; their line shows the direction.
             inside = [(x, y) for x, y in zip(xs, ys, strict=True) if y <= height(RATIOS[-1])]
             ax.plot(
                 *zip(*inside, strict=True), ls="", color=color, marker=marker, ms=size, mfc=color if filled else "none",

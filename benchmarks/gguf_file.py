@@ -1,7 +1,7 @@
-"""A GPT-OSS checkpoint's tensors as the GGUF file that llama.cpp reads: the same numbers, MXFP4 as MXFP4, bf16 as bf16.
+"""GGUF file for llama.cpp from a GPT-OSS checkpoint, with identical values: MXFP4 as MXFP4, bf16 as bf16.
 
-Of a block of 32 codes llama.cpp's byte j holds numbers j and j + 16, the checkpoint's 2 j and 2 j + 1; the scale stands
-before them. Gate and up are two tensors. The vocabulary is a row of names: prompts are given as token ids.
+In a block of 32 codes, llama.cpp's byte j holds codes j and j + 16, the checkpoint's byte j codes 2 j and 2 j + 1; the
+scale precedes them. Gate and up are separate tensors. The vocabulary has placeholder names: prompts are token ids.
 """
 
 from __future__ import annotations
@@ -27,35 +27,38 @@ PLAIN = {
 def packed(blocks: Tensor, scales: Tensor) -> np.ndarray:
     """uint8 [E, rows, G * 17] from blocks [E, rows, G, 16] and scales [E, rows, G]."""
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    own = torch.cat((scales[..., None], codes[..., :16] | codes[..., 16:] << 4), dim=-1)
-    return own.flatten(-2).contiguous().numpy()
+    block = torch.cat((scales[..., None], codes[..., :16] | codes[..., 16:] << 4), dim=-1)
+    return block.flatten(-2).contiguous().numpy()
 
 
 def layer_tensors(reader: Reader, index: int) -> Iterator[tuple[str, Any]]:
     """(name, array) of a layer; bf16 as tensors, which numpy lacks."""
-    here, there = f"model.layers.{index}.", f"blk.{index}."
-    yield there + "attn_norm.weight", reader[here + "input_layernorm.weight"].float()
-    yield there + "post_attention_norm.weight", reader[here + "post_attention_layernorm.weight"].float()
-    for own, other in PLAIN.items():
-        weight = reader[f"{here}{own}.weight"]
-        # What llama.cpp multiplies a router with is fp32.
-        yield f"{there}{other}.weight", weight.float() if own == "mlp.router" else weight
-        yield f"{there}{other}.bias", reader[f"{here}{own}.bias"].float()
-    yield there + "attn_sinks.weight", reader[here + "self_attn.sinks"].float()
-    experts = here + "mlp.experts."
+    source_prefix, target_prefix = f"model.layers.{index}.", f"blk.{index}."
+    yield target_prefix + "attn_norm.weight", reader[source_prefix + "input_layernorm.weight"].float()
+    yield (
+        target_prefix + "post_attention_norm.weight",
+        reader[source_prefix + "post_attention_layernorm.weight"].float(),
+    )
+    for source, target in PLAIN.items():
+        weight = reader[f"{source_prefix}{source}.weight"]
+        # llama.cpp needs an fp32 router.
+        yield f"{target_prefix}{target}.weight", weight.float() if source == "mlp.router" else weight
+        yield f"{target_prefix}{target}.bias", reader[f"{source_prefix}{source}.bias"].float()
+    yield target_prefix + "attn_sinks.weight", reader[source_prefix + "self_attn.sinks"].float()
+    experts = source_prefix + "mlp.experts."
     parts = {name: reader[f"{experts}gate_up_proj_{name}"] for name in ("blocks", "scales", "bias")}
     for first, name in enumerate(("ffn_gate_exps", "ffn_up_exps")):
-        yield f"{there}{name}.weight", packed(parts["blocks"][:, first::2], parts["scales"][:, first::2])
-        yield f"{there}{name}.bias", parts["bias"][:, first::2].float()
+        yield f"{target_prefix}{name}.weight", packed(parts["blocks"][:, first::2], parts["scales"][:, first::2])
+        yield f"{target_prefix}{name}.bias", parts["bias"][:, first::2].float()
     yield (
-        there + "ffn_down_exps.weight",
+        target_prefix + "ffn_down_exps.weight",
         packed(reader[experts + "down_proj_blocks"], reader[experts + "down_proj_scales"]),
     )
-    yield there + "ffn_down_exps.bias", reader[experts + "down_proj_bias"].float()
+    yield target_prefix + "ffn_down_exps.bias", reader[experts + "down_proj_bias"].float()
 
 
 def tensors(reader: Reader, layers: int) -> Iterator[tuple[str, Any]]:
-    """All of them, one layer in memory at a time."""
+    """All tensors, with one layer in memory at a time."""
     yield "token_embd.weight", reader["model.embed_tokens.weight"]
     for index in range(layers):
         yield from layer_tensors(reader, index)
@@ -63,17 +66,17 @@ def tensors(reader: Reader, layers: int) -> Iterator[tuple[str, Any]]:
     yield "output.weight", reader["lm_head.weight"]
 
 
-def stored(own: Any) -> tuple[np.ndarray, Any]:
-    """An array of bytes or fp32, and its type in the file where that is neither."""
-    if isinstance(own, np.ndarray):
-        return own, gguf.GGMLQuantizationType.MXFP4
-    if own.dtype == torch.bfloat16:
-        return own.contiguous().view(torch.uint8).numpy(), gguf.GGMLQuantizationType.BF16
-    return own.contiguous().numpy(), None
+def stored(tensor: Any) -> tuple[np.ndarray, Any]:
+    """Return an array of bytes or fp32, and its GGUF type if it is neither."""
+    if isinstance(tensor, np.ndarray):
+        return tensor, gguf.GGMLQuantizationType.MXFP4
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.uint8).numpy(), gguf.GGMLQuantizationType.BF16
+    return tensor.contiguous().numpy(), None
 
 
 def write(source: Path, out: Path) -> None:
-    """The GGUF file of a checkpoint whose experts are MXFP4 and whose other weights are bf16; whole or not there."""
+    """The GGUF file of a checkpoint whose experts are MXFP4 and whose other weights are bf16; written atomically."""
     partial = out.with_suffix(".partial")
     config = read_config(source)
     rope, layers = config["rope_parameters"], config["num_hidden_layers"]
@@ -104,14 +107,14 @@ def write(source: Path, out: Path) -> None:
     writer.add_token_merges([f"{names[0]} {names[1]}"])
     writer.add_eos_token_id(0)
     with Reader(source) as reader:
-        # A first pass for sizes alone: a file's table stands before its tensors.
-        for name, own in progress(tensors(reader, layers), "sizes"):
-            array, kind = stored(own)
+        # The first pass collects sizes, as the tensor table precedes the tensors.
+        for name, tensor in progress(tensors(reader, layers), "sizes"):
+            array, kind = stored(tensor)
             writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for _, own in progress(tensors(reader, layers), "write"):
-            writer.write_tensor_data(stored(own)[0])
+        for _, tensor in progress(tensors(reader, layers), "write"):
+            writer.write_tensor_data(stored(tensor)[0])
     writer.close()
     partial.rename(out)

@@ -1,11 +1,11 @@
-"""The bars of GPT-OSS's conversion, on real language: half of the full layers' cache in both layouts, a quarter coded.
+"""Targets of GPT-OSS's conversion on real text: half of the full layers' cache in both layouts, a quarter coded.
 
     python benchmarks/gpt_oss.py --data ../shared/data [--folder runs/gpt-oss] [--out benchmarks/gpt_oss.json]
 
 The original is SmolLM2 rewritten as GPT-OSS (docs/gpt-oss.md) with windows, YaRN, sinks, experts that differ, and
-healing; it is made in FOLDER once. Protocol of benchmarks/conversion.py: at most 65,536 calibration tokens of
-wiki.valid.tokens, judged on the first 32,768 tokens of wiki.test.raw. About 15 minutes to make it and 30 to convert it
-on two cores.
+healing; it is created in FOLDER once. Protocol of benchmarks/conversion.py: at most 65,536 calibration tokens of
+wiki.valid.tokens, evaluated on the first 32,768 tokens of wiki.test.raw. About 15 minutes to create it and 30 to
+convert it on two cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlaforge.demo import gpt_oss
 from mlaforge.demo.config import MakeGptOssConfig
 from mlaforge.rendering.table import markdown_table
 
-# Of each conversion its layout, its size, and what is asked for, as converted / original perplexity.
+# Layout, size, and maximum perplexity ratio converted / original of each conversion.
 CONVERSIONS: list[tuple[str, dict[str, float], float]] = [
     ("latent", {"budget": 0.5}, 1.03),
     ("latent_rope", {"budget": 0.5}, 1.15),
@@ -44,19 +44,19 @@ def main() -> None:
         gpt_oss.run(original, config)
     results = Results(options.out, [], calibration_windows=options.calibration_windows)
     for layout, size, bar in CONVERSIONS:
-        wanted = ConvertConfig(
+        convert_config = ConvertConfig(
             layout=layout, calibration=valid, nsamples=options.calibration_windows, evaluation=test,
             eval_windows=options.windows, device="cpu", **size,
         )  # fmt: skip
         folder = options.folder / " ".join([layout, *(f"{name} {value:g}" for name, value in size.items())])
-        manifest = convert.run(str(original), folder, wanted, calibrated=options.folder / "calibration")
+        manifest = convert.run(str(original), folder, convert_config, calibrated=options.folder / "calibration")
         metrics = {key: value for key, value in manifest.metrics.items() if key != "layers"}
         results.add({"layout": layout, **size, "bar": bar, **metrics, "stages": manifest.seconds})
     print(table(results.rows))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """docs/gpt-oss.md's table."""
+    """Table of docs/gpt-oss.md."""
     lines = []
     for row in rows:
         cut = f"{row['partial_rope_ppl']:.3f}" if "partial_rope_ppl" in row else "–"

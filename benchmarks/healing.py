@@ -1,11 +1,10 @@
-"""What healing wins back on real weights, and what each further hour buys: the healing tables of docs/results.md.
+"""Recovery by healing on real weights, by training time: the healing tables of docs/results.md.
 
     python benchmarks/healing.py --data ../shared/data [--folder runs/healing] [--only latent-0.25 ...]
 
 SmolLM2-135M-Instruct in fp32, converted with 65,536 tokens of wiki.valid.tokens and healed by recipes/smollm2-heal.yaml
-on the rest of that text; judged on the first 32,768 tokens of wiki.test.raw in windows of
-2048 (the protocol of benchmarks/conversion.py), which neither has seen. An hour of one core at most for each; a run
-that was cut off goes on.
+on the rest of that text; evaluated on the first 32,768 tokens of wiki.test.raw in windows of 2048 (the protocol of
+benchmarks/conversion.py), which neither has seen. At most an hour of one core each; an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from mlaforge.healing.config import HealConfig
 from mlaforge.rendering.table import markdown_table
 from mlaforge.runtime import log
 
-# Layout and budget: what is asked for, as healed / original perplexity, and what differs from the recipe. The less
-# a model has lost, the slower it must learn: at 1e-3 the validation KL of latent-0.5 more than doubled in 5 steps, and
+# Layout and budget -> maximum perplexity ratio healed / original, and changes to the recipe. The smaller the loss, the
+# smaller the learning rate must be: at 1e-3 the validation KL of latent-0.5 more than doubled in 5 steps, and
 # both refits raised it.
 RUNS: dict[str, tuple[float, dict[str, Any]]] = {
     "latent-0.5": (1.02, {"steps": 8, "learning_rate": 2e-4, "refit": "off"}),
@@ -41,13 +40,13 @@ WINDOWS, SEQLEN = 16, 2048
 RECIPE = Path(__file__).parents[1] / "recipes" / "smollm2-heal.yaml"
 
 
-def judged(directory: Path, text: corpus.Windows, what: str) -> float:
-    """Perplexity on the test text; refuses what was tuned on it."""
-    remembered = directory / overlap.PASSAGES
-    if remembered.is_file():
-        overlap.refuse_overlap(text, overlap.read_passages(remembered), what)
+def evaluate(directory: Path, text: corpus.Windows, label: str) -> float:
+    """Perplexity on the test text. Raise UserError if the model was tuned on it."""
+    passages_file = directory / overlap.PASSAGES
+    if passages_file.is_file():
+        overlap.refuse_overlap(text, overlap.read_passages(passages_file), label)
     with LayerStream(directory, torch.float32, torch.device("cpu")) as stream:
-        return perplexity(window_losses(stream, text.ids, what))
+        return perplexity(window_losses(stream, text.ids, label))
 
 
 def main() -> None:
@@ -59,7 +58,7 @@ def main() -> None:
     valid, test = wikitext(options.data)
     text = corpus.windows(source_model.load_tokenizer(directory), test, WINDOWS, SEQLEN)
     results = Results(options.out, {}, resume=True)
-    original = results.once("original", lambda: judged(directory, text, "original"))
+    original = results.once("original", lambda: evaluate(directory, text, "original"))
     for name in options.only:
         layout, budget = name.split("-")
         bar, changes = RUNS[name]
@@ -72,7 +71,7 @@ def main() -> None:
         manifest = heal.run(
             str(directory), str(student), healed, resolve(HealConfig, RECIPE, text=valid, device="cpu", **changes)
         )
-        before, after = (judged(path, text, path.name) for path in (student, healed))
+        before, after = (evaluate(path, text, path.name) for path in (student, healed))
         row = {"bar": bar, "ppl": [before, after], "ratio": [p / original for p in (before, after)]}
         keys = ("refit", "best", "tokens", "tokens_per_second", "curve")
         row |= {"seconds": manifest.seconds, "config": manifest.config, **{key: manifest.metrics[key] for key in keys}}
@@ -83,16 +82,16 @@ def main() -> None:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The tables of docs/results.md: the test text before and after, and how validation perplexity falls."""
-    judged_rows, curves = [], []
+    """Tables of docs/results.md: test perplexity before and after, and validation perplexity by tokens."""
+    result_rows, curves = [], []
     for name, row in rows.items():
         hours, (before, after) = sum(row["seconds"].values()) / 3600, row["ratio"]
         bar, tokens = f"<= {row['bar']}", f"{row['tokens']:,}"
-        judged_rows.append((name, f"{before:.4f}", f"{after:.4f}", bar, tokens, f"{hours:.2f}"))
+        result_rows.append((name, f"{before:.4f}", f"{after:.4f}", bar, tokens, f"{hours:.2f}"))
         for point in row["curve"][:: max(1, len(row["curve"]) // 8)]:
             trained = (f"{point['tokens']:,}", f"{point['seconds'] / 3600:.2f}")
             curves.append((name, *trained, f"{point['ppl'] / point['teacher_ppl']:.4f}", f"{point['kl']:.5f}"))
-    before_and_after = markdown_table([("cache", "converted", "healed", "bar", "tokens seen", "hours"), *judged_rows])
+    before_and_after = markdown_table([("cache", "converted", "healed", "bar", "tokens seen", "hours"), *result_rows])
     heads = ("cache", "tokens seen", "hours of training", "validation ppl / teacher's", "KL")
     return f"{before_and_after}\n\n{markdown_table([heads, *curves])}"
 

@@ -1,15 +1,15 @@
-"""What a smaller cache costs: perplexity of SmolLM2-135M-Instruct by how rows are stored, and of conversions of it.
+"""Cost of smaller caches: perplexity of SmolLM2-135M-Instruct by storage of the rows, and of its conversions.
 
     python benchmarks/kv_cache.py --data ../shared/data [--windows 16] [--scratch FOLDER] [--out FILE.json]
 
 bf16 engine on a CPU; windows of 2048 tokens of wiki.test.raw and of three other kinds of text, each token read once,
 through the cache, as in a request. Coded conversions are calibrated on WikiText's validation text. `int4 first`: int4
-with the first block of a sequence, its attention sinks, kept in bf16 too. Bytes are those that the cache holds of 2048
-tokens, scales and whole blocks among them.
+with the first block of a sequence, its attention sinks, in bf16. Bytes are the cache of 2048 tokens, including scales
+and full blocks.
 
-Long contexts are windows of 8192 tokens of wiki.test.raw, the first 2K positions and the last 4K apart; and copying, in
-later text of it: passages of 256 tokens that come again 2K to 7K tokens later, and what a token of them costs then, in
-nats beside the original model's. --scratch keeps conversions for another run.
+Long contexts are windows of 8192 tokens of wiki.test.raw, with the first 2K and the last 4K positions separate; and
+copying, in later text of it: passages of 256 tokens that repeat 2K to 7K tokens later, and the loss per repeated token
+in nats relative to the original model. --scratch keeps conversions for another run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rows import Results, command, judged_texts, parser, wikitext, without_repeats
+from rows import Results, command, evaluation_texts, parser, wikitext, without_repeats
 from torch import Tensor
 
 from mlaforge import LLM, SamplingParams
@@ -37,9 +37,9 @@ from mlaforge.rendering.table import markdown_table
 
 LENGTH, LONG = 2048, 8192
 LONG_WINDOWS, COPY_WINDOWS = 4, 2
-# Positions of long windows that are judged apart.
+# Position ranges of long windows that are evaluated separately.
 SPANS = {"first 2K": [0, 2048], "4K to 8K": [4096, LONG]}
-# A passage's tokens, how far it comes again, and where in its window the first one begins.
+# Length of a passage, distances of its repetition, and position of the first passage in a window.
 PASSAGE, DISTANCES, FIRST_PASSAGE = 256, [7168, 6144, 5120, 4096, 3072, 2048], 256
 CALIBRATION_WINDOWS = 32
 STORED = {"bf16": "bf16", "int8": "int8", "fp8": "fp8", "int4": "int4", "int4 first": "int4"}
@@ -54,7 +54,7 @@ def losses(llm: LLM, windows: Tensor) -> Tensor:
 
 
 def copies(text: Tensor) -> Tensor:
-    """[COPY_WINDOWS, LONG] of running text [T], into which passages of its end are put twice."""
+    """[COPY_WINDOWS, LONG] of running text [T], with passages from its end inserted twice."""
     running = text[: COPY_WINDOWS * LONG].view(-1, LONG).clone()
     passages = text[COPY_WINDOWS * LONG :].view(COPY_WINDOWS, len(DISTANCES), PASSAGE)
     for i, distance in enumerate(DISTANCES):
@@ -67,22 +67,22 @@ def passage_at(i: int) -> int:
     return FIRST_PASSAGE + i * (PASSAGE + 64)
 
 
-def measured(llm: LLM, judged: dict[str, Tensor], running: Tensor, copied: Tensor) -> dict[str, Any]:
-    """Perplexity of every text, of the long windows' SPANS, and nats of a passage: the first time and by distance."""
-    ppl = {name: math.exp(losses(llm, windows).mean()) for name, windows in judged.items()}
-    # Entry i is token i + 1's.
+def measured(llm: LLM, eval_windows: dict[str, Tensor], running: Tensor, copied: Tensor) -> dict[str, Any]:
+    """Perplexity of every text and of SPANS, and nats per token of a passage, first and repeated by distance."""
+    ppl = {name: math.exp(losses(llm, windows).mean()) for name, windows in eval_windows.items()}
+    # Entry i is the loss of token i + 1.
     nats = losses(llm, running)
     ppl |= {name: math.exp(nats[:, begin:end].mean()) for name, (begin, end) in SPANS.items()}
     nats = losses(llm, copied)
     starts = [passage_at(i) - 1 for i in range(len(DISTANCES))]
     first = [nats[:, at : at + PASSAGE].mean() for at in starts]
-    again = [nats[:, at + far : at + far + PASSAGE].mean() for at, far in zip(starts, DISTANCES, strict=True)]
-    copy = {"first": float(sum(first) / len(first)), "again": float(sum(again) / len(again))}
-    return {"ppl": ppl, "copy": copy | {str(far): float(nll) for far, nll in zip(DISTANCES, again, strict=True)}}
+    repeated = [nats[:, at + far : at + far + PASSAGE].mean() for at, far in zip(starts, DISTANCES, strict=True)]
+    copy = {"first": float(sum(first) / len(first)), "again": float(sum(repeated) / len(repeated))}
+    return {"ppl": ppl, "copy": copy | {str(far): float(nll) for far, nll in zip(DISTANCES, repeated, strict=True)}}
 
 
 def cache_bytes(llm: LLM) -> int:
-    """Of one sequence of LENGTH tokens."""
+    """Cache bytes of one sequence of LENGTH tokens."""
     tables, ids = llm.engine.tables, [0] * LENGTH
     tables.start(-1, ids, reuse=False)
     for length in range(256, LENGTH + 1, 256):
@@ -94,8 +94,8 @@ def cache_bytes(llm: LLM) -> int:
     return used
 
 
-def asked() -> Iterator[dict[str, Any]]:
-    """What tells each row from the others."""
+def row_keys() -> Iterator[dict[str, Any]]:
+    """Keys of each row."""
     for name in STORED:
         yield {"layout": "gqa", "stored": name}
     for layout, bits in CODED:
@@ -114,10 +114,10 @@ def main() -> None:
         scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.out.parent)))
         scratch.mkdir(parents=True, exist_ok=True)
         tuned = corpus.windows(tokenizer, wikitext(options.data)[0], CALIBRATION_WINDOWS, LENGTH, seed=0)
-        wanted = {"wiki": options.windows, "code": 4, "maths": 4, "chat": 4}
-        judged = judged_texts(tokenizer, options.data, wanted, LENGTH, scratch)
-        judged = without_repeats(judged, overlap.passages(tuned))
-        texts = {name: windows.ids for name, windows in judged.items()}
+        window_counts = {"wiki": options.windows, "code": 4, "maths": 4, "chat": 4}
+        eval_windows = evaluation_texts(tokenizer, options.data, window_counts, LENGTH, scratch)
+        eval_windows = without_repeats(eval_windows, overlap.passages(tuned))
+        texts = {name: windows.ids for name, windows in eval_windows.items()}
         used = LONG_WINDOWS * LONG
         text = corpus.tokens(
             tokenizer, corpus.read_text(wikitext(options.data)[1]),
@@ -125,7 +125,7 @@ def main() -> None:
         )  # fmt: skip
         running, copied = text[:used].view(-1, LONG), copies(text[used:])
         results.body["tokens"] = {name: ids.numel() for name, ids in texts.items()}
-        for row in results.missing(asked()):
+        for row in results.missing(row_keys()):
             directory, stored = original, STORED.get(row["stored"], "coded")
             if stored == "coded":
                 directory = scratch / f"{row['layout']} {row['stored']}"
@@ -140,18 +140,19 @@ def main() -> None:
                     directory, dtype="bfloat16", device="cpu", kv_cache_dtype=stored, cache_bytes=256 << 20,
                     max_num_seqs=4,
                 )  # fmt: skip
-            own = {**measured(llm, texts, running, copied), "bytes": cache_bytes(llm)}
-            exact = (results.rows or [own])[0]
-            ratio = {name: own["ppl"][name] / exact["ppl"][name] for name in own["ppl"]}
+            measurement = {**measured(llm, texts, running, copied), "bytes": cache_bytes(llm)}
+            exact = (results.rows or [measurement])[0]
+            ratio = {name: measurement["ppl"][name] / exact["ppl"][name] for name in measurement["ppl"]}
             results.add({
-                **row, **own, "ratio": ratio, "copy_difference": own["copy"]["again"] - exact["copy"]["again"],
-                "bytes_ratio": own["bytes"] / exact["bytes"],
+                **row, **measurement, "ratio": ratio,
+                "copy_difference": measurement["copy"]["again"] - exact["copy"]["again"],
+                "bytes_ratio": measurement["bytes"] / exact["bytes"],
             })  # fmt: skip
     print(table(results.rows))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The Markdown table of docs/engine.md."""
+    """Markdown table of docs/engine.md."""
     heads = ("layout", "rows", "bytes of bf16's", "wiki.test ppl ratio", "Python source", "maths questions", "dialogue",
              *SPANS, "copy, nats")  # fmt: skip
     cells = [

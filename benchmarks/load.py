@@ -5,10 +5,10 @@
 
 With MODEL it starts `mlaforge serve` itself on a free port, watches its memory, and ends it with SIGTERM. Each client
 sends one request after another: prompts of up to 512 words (a third share a prefix), answers of 4 to 256 tokens.
-One request in eight is given up by its client at a random moment. `lost` counts requests that neither were given up nor
-got all their tokens and [DONE]; it must be 0, as must `cache_blocks_used` at the end. RSS is sampled every 5 s; the
-slope over the second half, in MiB per minute, tells a leak from a cache that fills. Prints JSON; exit code 1 where a
-request was lost, a block is held at the end, or the server did not end with 0.
+One request in eight is cancelled by its client at a random time. `lost` counts requests that were neither cancelled nor
+completed with all tokens and [DONE]; it must be 0, as must `cache_blocks_used` at the end. RSS is sampled every 5 s;
+its slope over the second half, in MiB per minute, distinguishes a leak from a cache that fills. Prints JSON; exit code
+1 if a request was lost, a block is in use at the end, or the server's exit code is not 0.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ SHARED = [WORDS[i * 7 % len(WORDS)] for i in range(1000)]
 
 
 class Lost(Exception):
-    """An answer did not come, or not whole."""
+    """An answer is missing or incomplete."""
 
 
 @contextlib.asynccontextmanager
 async def completion(
     client: httpx.AsyncClient, body: dict[str, Any]
 ) -> AsyncIterator[AsyncIterator[tuple[float, dict[str, Any]]]]:
-    """The events of a streamed completion, each with the time at which it came (time.perf_counter()), up to [DONE].
-    Raises Lost where it ends otherwise."""
+    """Events of a streamed completion with their arrival times (time.perf_counter()), up to [DONE]. Raise Lost if the
+    stream ends otherwise."""
     async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         if answer.status_code != 200:
             raise Lost(f"status {answer.status_code}: {(await answer.aread())[:200]!r}")
@@ -68,7 +68,7 @@ async def _events(answer: httpx.Response) -> AsyncIterator[tuple[float, dict[str
 
 
 class Tally:
-    """What the clients saw. Times in seconds."""
+    """Counts and times in seconds of all clients."""
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter()
@@ -77,9 +77,9 @@ class Tally:
         self.between: list[float] = []
         self.tokens = 0
 
-    def lost(self, why: str) -> None:
+    def lost(self, reason: str) -> None:
         self.ended["lost"] += 1
-        self.problems.append(why[:300])
+        self.problems.append(reason[:300])
 
 
 async def one_request(client: httpx.AsyncClient, dice: random.Random, words: int, tally: Tally) -> None:
@@ -87,7 +87,7 @@ async def one_request(client: httpx.AsyncClient, dice: random.Random, words: int
     if dice.random() < 1 / 3:
         prompt = SHARED[: words // 2] + prompt[: words // 2]
     count = int(2 ** dice.uniform(2, 8))
-    # Given up after so many chunks; more than there are is never.
+    # Number of chunks after which the client cancels; None: never.
     leave = dice.randrange(count) if dice.random() < 1 / 8 else None
     body = {"prompt": " ".join(prompt), "max_tokens": count, "ignore_eos": True, "temperature": 0.8}
     body |= {"seed": dice.randrange(2**31), "stream_options": {"include_usage": True}}
@@ -139,7 +139,7 @@ async def gauges(client: httpx.AsyncClient) -> dict[str, float]:
 
 
 async def settle(client: httpx.AsyncClient) -> dict[str, float]:
-    """The server's metrics once nothing runs, or after 30 s."""
+    """Metrics of the server once it is idle, or after 30 s."""
     for _ in range(60):
         metrics = await gauges(client)
         if not metrics["mlaforge_requests_running"] and not metrics["mlaforge_cache_blocks_used"]:
@@ -148,22 +148,24 @@ async def settle(client: httpx.AsyncClient) -> dict[str, float]:
     return metrics
 
 
-async def load(asked: argparse.Namespace, pid: int | None) -> dict[str, Any]:
-    """Runs the clients; what they and the server say."""
+async def load(options: argparse.Namespace, pid: int | None) -> dict[str, Any]:
+    """Run the clients and return their and the server's measurements."""
     tally, samples = Tally(), []
-    headers = {"authorization": f"Bearer {asked.key}"} if asked.key else {}
-    limits = httpx.Limits(max_connections=asked.clients + 4)
-    async with httpx.AsyncClient(base_url=asked.url, headers=headers, timeout=300, limits=limits) as client:
+    headers = {"authorization": f"Bearer {options.key}"} if options.key else {}
+    limits = httpx.Limits(max_connections=options.clients + 4)
+    async with httpx.AsyncClient(base_url=options.url, headers=headers, timeout=300, limits=limits) as client:
         watcher = asyncio.create_task(watch(pid, samples)) if pid else None
         start = time.monotonic()
-        until = start + 60 * asked.minutes
-        await asyncio.gather(*(one_client(client, seed, asked.words, until, tally) for seed in range(asked.clients)))
+        until = start + 60 * options.minutes
+        await asyncio.gather(
+            *(one_client(client, seed, options.words, until, tally) for seed in range(options.clients))
+        )
         seconds = time.monotonic() - start
         if watcher:
             watcher.cancel()
         metrics = await settle(client)
     return {
-        "clients": asked.clients, "seconds": round(seconds, 1), "requests": sum(tally.ended.values()),
+        "clients": options.clients, "seconds": round(seconds, 1), "requests": sum(tally.ended.values()),
         "finished": tally.ended["finished"], "given_up": tally.ended["given up"], "lost": tally.ended["lost"],
         "problems": tally.problems[:10], "tokens_per_second": round(tally.tokens / seconds, 1),
         "ttft_seconds": percentiles(tally.first), "itl_seconds": percentiles(tally.between),
@@ -193,8 +195,8 @@ def memory(samples: list[tuple[float, float]]) -> dict[str, Any]:
 def start(
     model: str, options: list[str], log: IO[bytes] | None = None, checkout: Path | None = None
 ) -> tuple[subprocess.Popen[bytes], str]:  # fmt: skip
-    """`mlaforge serve` on a free port, once it answers; what it says goes to `log`, else to this process's stderr.
-    With `checkout` it is the mlaforge of that folder."""
+    """Start `mlaforge serve` on a free port and return when it answers. log: receives its stderr (default: this
+    process's). checkout: folder of the mlaforge to run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -222,15 +224,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = sys.argv[1:]
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    asked = parser.parse_args(arguments[:at])
-    if bool(asked.model) == bool(asked.url):
+    options = parser.parse_args(arguments[:at])
+    if bool(options.model) == bool(options.url):
         parser.error("give MODEL or --url")
     process = None
-    if asked.model:
-        process, asked.url = start(asked.model, arguments[at + 1 :])
+    if options.model:
+        process, options.url = start(options.model, arguments[at + 1 :])
     try:
         pid = process.pid if process else None
-        result = asyncio.run(load(asked, pid))
+        result = asyncio.run(load(options, pid))
         if process:
             process.send_signal(signal.SIGTERM)
             result["exit_code"] = process.wait(120)
@@ -238,8 +240,8 @@ def main() -> None:
         if process:
             process.kill()
     print(json.dumps(result, indent=1))
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     raise SystemExit(bool(result["lost"] or result["cache_blocks_used"] or result.get("exit_code")))
 
 

@@ -2,11 +2,11 @@
 
     python benchmarks/memory.py [--layers 2 4] [--windows 2] [--out benchmarks/memory.json]
 
-The checkpoint holds random weights (`make-gptoss --geometry`), 2.2 GiB of embeddings and 0.44 GiB a layer, beside the
-results while it is measured. Each conversion runs in a process of its own, in fp32 on the CPU, with windows of 2048
-tokens as `convert` takes them by default; of memory one stands for any number of them, because they are worked on one
-after another. What counts is anonymous memory (RssAnon): pages of the weight files that the kernel may drop are not in
-it. Seconds a layer are the difference of two runs, half of the layers sliding.
+The checkpoint has random weights (`make-gptoss --geometry`), 2.2 GiB of embeddings and 0.44 GiB per layer, in a
+temporary folder next to the results. Each conversion runs in a separate process, in fp32 on the CPU, with windows of
+2048 tokens, the default of `convert`; memory does not depend on their number, as they are processed one at a time.
+Memory is anonymous (RssAnon), without pages of the weight files that the kernel may drop. Seconds per layer are the
+difference of two runs, half of the layers sliding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rows import Results, parser
 
 
 def write_source(directory: Path, layers: int) -> int:
-    """The first layers of that geometry with random weights; returns the bytes of its tensors."""
+    """Write the first layers of the geometry with random weights. Return the bytes of its tensors."""
     from mlaforge.checkpoint.source_model import SourceModel
     from mlaforge.demo import geometry
     from mlaforge.demo import model as demo_model
@@ -37,19 +37,19 @@ def write_source(directory: Path, layers: int) -> int:
 
 
 def convert_and_watch(source: Path, out: Path, layout: str, windows: int) -> dict[str, Any]:
-    """Converts in this process; peak RssAnon in GiB over all of it, and seconds."""
+    """Convert in this process. Return peak RssAnon in GiB, and seconds."""
     from mlaforge.conversion import convert
     from mlaforge.conversion.config import ConvertConfig
 
-    peak, done, own = 0, threading.Event(), psutil.Process()
+    peak, finished, process = 0, threading.Event(), psutil.Process()
 
-    def watch() -> None:
+    def sample_memory() -> None:
         nonlocal peak
-        while not done.wait(0.02):
-            resident = own.memory_info()
+        while not finished.wait(0.02):
+            resident = process.memory_info()
             peak = max(peak, resident.rss - resident.shared)
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=sample_memory)
     watcher.start()
     start = time.perf_counter()
     config = ConvertConfig(
@@ -58,7 +58,7 @@ def convert_and_watch(source: Path, out: Path, layout: str, windows: int) -> dic
     try:
         stages = convert.run(str(source), out, config).seconds
     finally:
-        done.set()
+        finished.set()
         watcher.join()
     return {"peak_gib": peak / 2**30, "seconds": time.perf_counter() - start, "stages": stages}
 

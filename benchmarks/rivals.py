@@ -1,10 +1,10 @@
-"""How others store a grouped-query cache in few bytes, as it would be read: rounded in transformers' own cache.
+"""Other low-bit formats of a grouped-query cache, simulated by rounding in transformers' cache.
 
 `Blocks`: keys per channel over 32 tokens, values per token, asymmetric (KIVI, arXiv:2402.02750). `Rotated`: each vector
-turned by a random Hadamard matrix, its norm in 16 bits, Lloyd-Max levels for what is left (TurboQuant,
+rotated by a random Hadamard matrix, its norm in 16 bits, Lloyd-Max levels for its direction (TurboQuant,
 arXiv:2504.19874). `PlainCode`: the code of converted models in another basis, the principal components of keys before
-RoPE and of values (KVTC, arXiv:2511.01815). Each leaves a text's first tokens as they are, and `bytes` counts all that
-it would store.
+RoPE and of values (KVTC, arXiv:2511.01815). Each leaves a text's first tokens unrounded, and `bytes` counts everything
+that the format would store.
 
 Legend: B windows, G KV heads, T tokens, D head_dim, n samples.
 """
@@ -30,35 +30,35 @@ from mlaforge.runtime import progress
 
 # First tokens of a text that stay in bf16.
 EXEMPT = 4
-# Numbers that share a scale among a token's values, and tokens that do among a channel's keys.
+# Elements of a token's values, and tokens of a key channel, that share a scale.
 GROUP = INT4_TOKENS
-# Tokens of a layer that a code's ranges are measured on, as many as conversion keeps.
+# Tokens per layer on which a code's ranges are measured, as in a conversion.
 SAMPLES = 4096
 
 
 class Rival(Protocol):
-    """`exempt`: first tokens that stay in bf16. `chunk`: tokens that a query reads exactly, its own among them, until
-    the chunk is full; None where a token reads its own row rounded."""
+    """A cache format. exempt: first tokens that stay in bf16. chunk: tokens, including the query's, that are read
+    unrounded until the chunk is full; None: every row is read rounded."""
 
     exempt: int
     chunk: int | None
 
     def read(self, index: int, first: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [B, G, T, D] of layer `index`, from position `first` on, as they are read."""
+        """Rotated keys and values [B, G, T, D] of layer `index`, from position `first` on, after rounding."""
 
     def bytes(self, layer: LayerSpec, tokens: int) -> int:
-        """What a layer stores of so many tokens."""
+        """Bytes that a layer stores for `tokens` tokens."""
 
 
 def first_bytes(layer: LayerSpec, exempt: int) -> int:
-    """Of the first tokens, in bf16."""
+    """Bytes of the first tokens in bf16."""
     return 2 * exempt * layer.cached
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """`bits` a number, a scale and a minimum in bf16 for each key channel over a block of tokens, and for each `group`
-    of a token's values. The newest block stays in bf16 until it is full."""
+    """`bits` per element, with a scale and a minimum in bf16 per key channel over a block of tokens, and per `group` of
+    a token's values. The newest block stays in bf16 until it is full."""
 
     bits: int
     group: int = GROUP
@@ -71,9 +71,9 @@ class Blocks:
 
     def _rounded(self, x: Tensor, dim: int) -> Tensor:
         full, levels = x.bfloat16().float(), 2**self.bits - 1
-        least = full.amin(dim, keepdim=True)
-        scale = round_up_bf16((full.amax(dim, keepdim=True) - least) / levels).float()
-        return (scaled_codes(full - least, scale, 0, levels) * scale + least).bfloat16().to(x.dtype)
+        minimum = full.amin(dim, keepdim=True)
+        scale = round_up_bf16((full.amax(dim, keepdim=True) - minimum) / levels).float()
+        return (scaled_codes(full - minimum, scale, 0, levels) * scale + minimum).bfloat16().to(x.dtype)
 
     def bytes(self, layer: LayerSpec, tokens: int) -> int:
         numbers = layer.cached // 2
@@ -86,10 +86,10 @@ def lloyd_max(density: Tensor, at: Tensor, bits: int) -> Tensor:
     """[2^bits] levels of least squared error for a density [m] at the ascending points `at` [m], fp64."""
     weight = density / density.sum()
     total, first = weight.cumsum(0), (weight * at).cumsum(0)
-    # From the quantiles on, each level moves to the mean of what is nearest to it.
+    # Starting from the quantiles, each level moves to the mean of its nearest points.
     levels = at[torch.searchsorted(total, (torch.arange(2**bits, dtype=at.dtype) + 0.5) / 2**bits)]
     for _ in range(2000):
-        # What lies between the middles of two neighbours is nearest to the level there.
+        # Points between the midpoints to its neighbours are nearest to a level.
         ends = torch.cat((torch.searchsorted(at, (levels[1:] + levels[:-1]) / 2), torch.tensor([len(at)]))) - 1
         mass, moment = (torch.cat((sums[ends[:1]], sums[ends].diff())) for sums in (total, first))
         moved = moment / mass
@@ -101,7 +101,7 @@ def lloyd_max(density: Tensor, at: Tensor, bits: int) -> Tensor:
 
 def hadamard(size: int) -> Tensor:
     """[size, size] orthogonal, of ±1 / sqrt(size); `size` is a power of two."""
-    assert size & (size - 1) == 0, f"{size} is no power of two"
+    assert size & (size - 1) == 0, f"{size} is not a power of two"
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -110,9 +110,9 @@ def hadamard(size: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Rotated:
-    """A vector of a head is its norm in fp16 and a direction. Turned at random, a direction's numbers are those of a
-    point on the sphere; levels of `bits` are for these. (Giving what is read the stored norm again was worse on
-    calibration text: x1.263 at 3 bits beside x1.256.)"""
+    """A head's vector is stored as its norm in fp16 and its direction. After a random rotation the coordinates of the
+    direction are distributed like those of a point on the sphere, for which the `bits`-bit levels are optimal.
+    (Renormalising the rounded direction was worse on calibration text: x1.263 at 3 bits instead of x1.256.)"""
 
     bits: int
     exempt: int = EXEMPT
@@ -143,8 +143,8 @@ class Rotated:
 
 @dataclasses.dataclass
 class Basis:
-    """Principal components [G·D, G·D] of a layer's keys or values about their mean, and what rounding along each costs
-    at every width (factorization/code.py), no token more than another."""
+    """Principal components [G·D, G·D] of a layer's keys or values about their mean, and the rounding error along each
+    at every width (factorization/code.py), with equal weights of all tokens."""
 
     mean: Tensor
     vectors: Tensor
@@ -157,7 +157,7 @@ class Basis:
         _, vectors = torch.linalg.eigh(outer / tokens - torch.outer(mean, mean))
         mean, vectors = mean.float(), vectors.float()
         along = (samples_nC - mean) @ vectors
-        # No first token has a say in the ranges: those are exempt.
+        # First tokens are exempt, so they do not affect the ranges.
         none = along.new_zeros(1, len(mean)), along.new_full((1,), 1e-30)
         return cls(mean, vectors, code.Rates.of(along, along.new_ones(len(along)), *none))
 
@@ -171,7 +171,7 @@ class Basis:
 
 
 class PlainCode:
-    """`bits` a number in the mean over all layers' keys, and over all values."""
+    """`bits` per element in the mean over all layers' keys, and over all values."""
 
     chunk: int | None = None
 
@@ -194,8 +194,8 @@ class PlainCode:
         return rotate(k, cos, sin).to(keys.dtype), v.to(values.dtype)
 
     def bytes(self, layer: LayerSpec, tokens: int) -> int:
-        """In the mean over layers, whose widths differ."""
-        bits = sum(int(widths.sum()) for own in self.widths for widths in own.values()) / len(self.bases)
+        """Mean over layers, whose widths differ."""
+        bits = sum(int(widths.sum()) for by_layer in self.widths for widths in by_layer.values()) / len(self.bases)
         return first_bytes(layer, self.exempt) + math.ceil((tokens - self.exempt) * bits / 8)
 
 
@@ -207,7 +207,7 @@ def angles(model: Any, first: int, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class RoundedLayer(DynamicLayer):
-    """A layer of transformers' cache that gives back what a rival would read of it."""
+    """Layer of transformers' cache that returns rows rounded by a format."""
 
     def __init__(self, rival: Rival, index: int):
         super().__init__()
@@ -218,9 +218,9 @@ class RoundedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         exact = key_states, value_states
-        kept = max(0, self.rival.exempt - first)
-        read = self.rival.read(self.index, first + kept, *(x[..., kept:, :] for x in exact))
-        rounded = [torch.cat((x[..., :kept, :], y), dim=-2) for x, y in zip(exact, read, strict=True)]
+        exempt = max(0, self.rival.exempt - first)
+        read = self.rival.read(self.index, first + exempt, *(x[..., exempt:, :] for x in exact))
+        rounded = [torch.cat((x[..., :exempt, :], y), dim=-2) for x, y in zip(exact, read, strict=True)]
         past = self.keys, self.values
         now = rounded if self.rival.chunk is None else exact
         k, v = (torch.cat((a, b), dim=-2) for a, b in zip(past, now, strict=True))
@@ -230,22 +230,24 @@ class RoundedLayer(DynamicLayer):
 
 @torch.no_grad()
 def rounded_losses(model: Any, rival: Rival | None, windows: Tensor) -> Tensor:
-    """[N, T - 1] nats of every token of windows [N, T] but the first, which reads those before it as a rival stores
-    them; in a plain cache without one."""
-    each = []
-    for few in progress(windows.split(4), "windows"):
+    """Losses [N, T - 1] in nats of the tokens after the first of windows [N, T], with the cache rounded by `rival`, or
+    unrounded if None."""
+    window_losses = []
+    for batch in progress(windows.split(4), "windows"):
         cache = rival and Cache(layers=[RoundedLayer(rival, i) for i in range(model.config.num_hidden_layers)])
         chunk = (rival and rival.chunk) or windows.shape[1]
         hidden = torch.cat([
             model.model(ids, past_key_values=cache, use_cache=rival is not None).last_hidden_state
-            for ids in few.split(chunk, dim=1)
+            for ids in batch.split(chunk, dim=1)
         ], dim=1)  # fmt: skip
-        each += [losses(torch.nn.Identity(), model.lm_head.weight, h, ids) for h, ids in zip(hidden, few, strict=True)]
-    return torch.stack(each)
+        window_losses += [
+            losses(torch.nn.Identity(), model.lm_head.weight, h, ids) for h, ids in zip(hidden, batch, strict=True)
+        ]
+    return torch.stack(window_losses)
 
 
 class Sums(DynamicLayer):
-    """A layer of transformers' cache that sums up what goes through it, but for the first tokens."""
+    """Layer of transformers' cache that accumulates moments of its keys and values, without the first tokens."""
 
     def __init__(self, model: Any, exempt: int, sampled: int):
         super().__init__()
@@ -278,7 +280,7 @@ class Sums(DynamicLayer):
 
 @torch.no_grad()
 def plain_bases(model: Any, windows: Tensor, exempt: int = EXEMPT) -> list[tuple[Basis, Basis]]:
-    """Of every layer's keys before RoPE and values on windows [N, T] of calibration text."""
+    """Bases of every layer's keys (before RoPE) and values on windows [N, T] of calibration text."""
     layers = [Sums(model, exempt, SAMPLES // len(windows)) for _ in range(model.config.num_hidden_layers)]
     for ids in progress(windows, "principal components"):
         model.model(ids[None], past_key_values=Cache(layers=layers), use_cache=True)

@@ -1,6 +1,6 @@
-"""What these scripts share: their options, the text that they judge on, and files of results that grow row by row.
+"""Code shared by the scripts: options, evaluation texts, and results files that grow row by row.
 
-A script is run by its own path, so that Python finds this file beside it.
+Scripts are run by their path, so that Python finds this file in the same folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlaforge.runtime import environment, log
 
 
 def parser(doc: str | None, out: str, data: bool = True) -> argparse.ArgumentParser:
-    """The options of every script: --out, and --data where it reads text."""
+    """Parser with the options of every script: --out, and --data if it reads text."""
     arguments = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if data:
         arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
@@ -28,24 +28,24 @@ def parser(doc: str | None, out: str, data: bool = True) -> argparse.ArgumentPar
 
 
 def command() -> str:
-    """This script's command as its results record it."""
+    """Command of this script as recorded in its results."""
     return machine.command("python", record_path(sys.argv[0]))
 
 
 class Results:
-    """A file of results, written whole after every row, so that a run that was cut off loses no row.
+    """Results file, written atomically after every row, so that an interrupted run loses no row.
 
-    `body` is what it holds: `facts`, `rows` and `environment`. With `resume` it begins as the file that is there, if
-    that one has the same facts: what a run that was cut off had measured is not measured again.
+    body: content of the file: `facts`, `rows` and `environment`. resume: start from an existing file with the same
+    facts, so that its rows are not measured again.
     """
 
     def __init__(self, path: Path, rows: Any, resume: bool = False, **facts: Any):
         self.path = path
         self.body: dict[str, Any] = {**facts, "rows": rows, "environment": environment()}
         if resume and path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            if facts.items() <= before.items():
-                self.body = before
+            existing = json.loads(path.read_text(encoding="utf-8"))
+            if facts.items() <= existing.items():
+                self.body = existing
 
     @property
     def rows(self) -> Any:
@@ -53,14 +53,14 @@ class Results:
         return self.body["rows"]
 
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """The fact `name`, measured where the file does not have it."""
+        """Return the fact `name`, measured if the file lacks it."""
         if name not in self.body:
             self.body[name] = measure()
             self.save()
         return self.body[name]
 
     def missing(self, keys: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Those of `keys` that no row has all items of."""
+        """Keys whose items no row contains."""
         return (key for key in keys if not any(key.items() <= row.items() for row in self.rows))
 
     def add(self, row: dict[str, Any]) -> None:
@@ -73,26 +73,28 @@ class Results:
 
 
 def wikitext(data: Path) -> tuple[str, str]:
-    """WikiText-2's validation text, to tune on, and its test text, to judge on."""
+    """Files of WikiText-2: validation text, for tuning, and test text, for evaluation."""
     folder = data / "wikitext-2"
     return str(folder / "wiki.valid.tokens"), str(folder / "wiki.test.raw")
 
 
-def judged_texts(
+def evaluation_texts(
     tokenizer: Any, data: Path, windows: dict[str, int], seqlen: int, scratch: Path
 ) -> dict[str, corpus.Windows]:
-    """Of `maths`, `chat`, `wiki` and `code` those that `windows` names: at most so many windows of `seqlen` tokens.
-
-    Calibration never sees the embedded source text that `held_out` gives.
-    """
+    """Windows of evaluation texts. windows: name (`maths`, `chat`, `wiki`, `code`) -> maximum number of windows of
+    `seqlen` tokens. `code` is the held-out part of the embedded text, which calibration never uses."""
 
     def prompts(name: str) -> Iterator[str]:
         for line in (data / "prompts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             yield "\n".join([*record["turns"], *map(str, record.get("reference") or [])])
 
-    held = {n: t for n, t in corpus.embedded_documents()["code"].items() if corpus.is_evaluation_document(n)}
-    parts = {"maths": prompts("gsm8k"), "chat": prompts("mt_bench"), "code": (held[name] for name in sorted(held))}
+    held_out = {n: t for n, t in corpus.embedded_documents()["code"].items() if corpus.is_evaluation_document(n)}
+    parts = {
+        "maths": prompts("gsm8k"),
+        "chat": prompts("mt_bench"),
+        "code": (held_out[name] for name in sorted(held_out)),
+    }
     texts = {"wiki": wikitext(data)[1]}
     for name in windows.keys() & parts.keys():
         (path := scratch / f"{name}.txt").write_text("\n\n".join(parts[name]), encoding="utf-8")
@@ -100,12 +102,12 @@ def judged_texts(
     return {name: corpus.windows(tokenizer, texts[name], count, seqlen) for name, count in windows.items()}
 
 
-def without_repeats(judged: dict[str, corpus.Windows], known: list[int]) -> dict[str, corpus.Windows]:
-    """The judged texts without the windows that share a passage with what is tuned on; `known`: its passages."""
-    kept = {}
-    for name, windows in judged.items():
+def without_repeats(eval_windows: dict[str, corpus.Windows], known: list[int]) -> dict[str, corpus.Windows]:
+    """Remove windows that share a passage with the tuned text. known: passages of that text."""
+    remaining = {}
+    for name, windows in eval_windows.items():
         shared = overlap.overlapping(windows, known)
         keep = [i for i in range(len(windows.ids)) if i not in shared]
-        kept[name] = corpus.Windows(windows.ids[keep], windows.source)
-        log(f"{name}: {len(keep)} windows, {len(shared)} dropped because they repeat text that is tuned on")
-    return kept
+        remaining[name] = corpus.Windows(windows.ids[keep], windows.source)
+        log(f"{name}: {len(keep)} windows, {len(shared)} dropped because they repeat tuned text")
+    return remaining

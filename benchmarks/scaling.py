@@ -27,19 +27,19 @@ def plan(raw: dict[str, Any], kind: str) -> Plan:
 
 
 def cache_bytes(raw: dict[str, Any], kind: str, context: int, ranks: int) -> int:
-    """Bytes of a request on each of so many ranks, as the plugin shares out heads: latents are on all of them."""
-    own = read_spec(Heads(raw["num_key_value_heads"], 0, ranks).config(raw))
-    return Plan(own, plan(raw, kind).layers).cache_bytes(context)
+    """Cache bytes of a request per rank, with heads sharded as in the plugin; latents are replicated."""
+    sharded_spec = read_spec(Heads(raw["num_key_value_heads"], 0, ranks).config(raw))
+    return Plan(sharded_spec, plan(raw, kind).layers).cache_bytes(context)
 
 
 def requests(raw: dict[str, Any], kind: str, gpu: Gpu, context: int, ranks: int) -> int:
-    """Requests that fit beside a rank's share of the weights."""
+    """Requests that fit next to a rank's share of the weights."""
     free = gpu.memory_gib * 2**30 - weight_bytes(plan(raw, kind)) / ranks
     return int(free // cache_bytes(raw, kind, context, ranks))
 
 
 def lines() -> Iterator[str]:
-    """The tables' rows, as docs/scaling.md has them."""
+    """Rows of the tables in docs/scaling.md."""
     for model, raw in MODELS.items():
         for name, gpu in MACHINES.items():
             counts = [requests(raw, kind, gpu, context, 1) for context in CONTEXTS.values() for kind in KINDS]

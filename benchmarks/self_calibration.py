@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Results, judged_texts, parser, wikitext, without_repeats
+from rows import Results, evaluation_texts, parser, wikitext, without_repeats
 
 from mlaforge.bench.conversion import perplexities
 from mlaforge.calibration import calibrate
@@ -41,15 +41,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "coded 25 %": {"bits": 4.0}, "latent 50 %": {"layout": "latent", "budget": 0.5},
     "latent_rope 50 %": {"layout": "latent_rope", "budget": 0.5},
 }  # fmt: skip
-JUDGED = ("wiki", "packages", "maths", "chat", "prose")
-# Packages that are installed wherever mlaforge is, and files of theirs; where scikit-learn describes its data sets.
+EVAL_TEXTS = ("wiki", "packages", "maths", "chat", "prose")
+# Packages that are installed with mlaforge, with their files; folder of scikit-learn's descriptions of data sets.
 PACKAGES, PROSE = ("transformers/generation", "safetensors", "tqdm", "yaml"), "sklearn/datasets/descr"
 
 
-def judged(tokenizer: Any, options: argparse.Namespace, tuned: list[int]) -> dict[str, corpus.Windows]:
-    """The judged texts without what any way may be tuned on."""
-    wanted = dict.fromkeys(("maths", "chat"), options.judged_windows) | {"wiki": options.wiki_windows}
-    texts = judged_texts(tokenizer, options.data, wanted, SEQLEN, options.folder)
+def load_eval_texts(tokenizer: Any, options: argparse.Namespace, tuned: list[int]) -> dict[str, corpus.Windows]:
+    """Windows of the evaluation texts without any that a way may be tuned on."""
+    window_counts = dict.fromkeys(("maths", "chat"), options.judged_windows) | {"wiki": options.wiki_windows}
+    texts = evaluation_texts(tokenizer, options.data, window_counts, SEQLEN, options.folder)
     site = Path(sysconfig.get_paths()["purelib"])
     sources = {
         "packages": [p for folder in PACKAGES for p in sorted((site / folder).rglob("*.py"))],
@@ -58,29 +58,31 @@ def judged(tokenizer: Any, options: argparse.Namespace, tuned: list[int]) -> dic
     for name, files in sources.items():
         (path := options.folder / f"{name}.txt").write_text("\n\n".join(p.read_text("utf-8") for p in files), "utf-8")
         texts[name] = corpus.windows(tokenizer, str(path), options.judged_windows, SEQLEN, seed=0)
-    return without_repeats({name: texts[name] for name in JUDGED}, tuned)
+    return without_repeats({name: texts[name] for name in EVAL_TEXTS}, tuned)
 
 
 def texts_of(way: str, seed: int, options: argparse.Namespace, model: Path) -> tuple[str, ...]:
-    """What `convert --calibration` is given."""
+    """Arguments of `convert --calibration`."""
     wiki = wikitext(options.data)[0]
     if way != "golden":
         return tuple(wiki if text == "wiki" else text for text in way.split(", "))
-    wanted = CalibrateConfig(source=(corpus.EMBEDDED, wiki), seed=seed, tokenizer=str(model), device="cpu")
-    calibrate.run(golden := options.folder / f"golden-{seed}", wanted, embedded=options.folder / "embedded")
+    config = CalibrateConfig(source=(corpus.EMBEDDED, wiki), seed=seed, tokenizer=str(model), device="cpu")
+    calibrate.run(golden := options.folder / f"golden-{seed}", config, embedded=options.folder / "embedded")
     return (str(golden),)
 
 
 def main() -> None:
     arguments = parser(__doc__, "benchmarks/self_calibration.json")
     arguments.add_argument("--windows", type=int, default=8, help="calibration windows")
-    arguments.add_argument("--judged-windows", type=int, default=2, help="windows of each judged text")
+    arguments.add_argument("--judged-windows", type=int, default=2, help="windows of each evaluation text")
     arguments.add_argument("--wiki-windows", type=int, default=2, help="windows of WikiText-2's test text")
-    arguments.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="what judges")
+    arguments.add_argument(
+        "--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="dtype of the evaluation"
+    )
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
     arguments.add_argument("--forms", nargs="*", choices=[*FORMS], default=[*FORMS][:2])
-    arguments.add_argument("--folder", type=Path, default=Path("runs/self"), help="what is made on the way")
+    arguments.add_argument("--folder", type=Path, default=Path("runs/self"), help="folder of intermediate files")
     options = arguments.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     model = demo_model.fetch()
@@ -91,22 +93,22 @@ def main() -> None:
     }  # fmt: skip
     results = Results(options.out, [], resume=True, settings=settings)
     tokens = options.windows * SEQLEN
-    known = [corpus.windows(source.tokenizer, wikitext(options.data)[0], 10**6, SEQLEN)]
-    known += [
+    tuned_windows = [corpus.windows(source.tokenizer, wikitext(options.data)[0], 10**6, SEQLEN)]
+    tuned_windows += [
         self_generated_text(source, tokens, seed, "cpu").windows(options.windows, SEQLEN)
         for seed in range(options.seeds)
     ]
-    everything = [passage for windows in known for passage in overlap.passages(windows)]
+    tuned_passages = [passage for windows in tuned_windows for passage in overlap.passages(windows)]
     for documents in corpus.embedded_documents().values():
         text = "\n\n".join(text for name, text in sorted(documents.items()) if not corpus.is_evaluation_document(name))
-        everything += overlap.passages(corpus.Windows(corpus.tokens(source.tokenizer, text)[None], corpus.EMBEDDED))
-    texts = judged(source.tokenizer, options, everything)
+        tuned_passages += overlap.passages(corpus.Windows(corpus.tokens(source.tokenizer, text)[None], corpus.EMBEDDED))
+    texts = load_eval_texts(source.tokenizer, options, tuned_passages)
     results.body["tokens"] = {name: w.ids.numel() for name, w in texts.items()}
     cpu, dtype = torch.device("cpu"), getattr(torch, options.dtype)
     original = results.once("original", lambda: perplexities(model, texts, "original", cpu, dtype))
-    asked = ({"way": way, "seed": seed, "form": form} for seed in range(options.seeds) for way in options.ways
+    row_keys = ({"way": way, "seed": seed, "form": form} for seed in range(options.seeds) for way in options.ways
              for form in options.forms)  # fmt: skip
-    for row in results.missing(asked):
+    for row in results.missing(row_keys):
         config = ConvertConfig(
             calibration=texts_of(row["way"], row["seed"], options, model), nsamples=options.windows, seqlen=SEQLEN,
             eval_windows=0, seed=row["seed"], device="cpu", **FORMS[row["form"]],
@@ -122,13 +124,13 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Converted / original perplexity, mean over the seeds and in brackets the least and the most."""
-    lines: list[list[str]] = [["rows", "calibrated on", *JUDGED]]
+    """Perplexity ratio converted / original: mean over the seeds, with minimum and maximum in brackets."""
+    lines: list[list[str]] = [["rows", "calibrated on", *EVAL_TEXTS]]
     for form in FORMS:
         for way in WAYS:
-            own = [row["ratio"] for row in rows if row["way"] == way and row["form"] == form]
-            if own:
-                ratios = [[ratio[name] for ratio in own] for name in JUDGED]
+            row_ratios = [row["ratio"] for row in rows if row["way"] == way and row["form"] == form]
+            if row_ratios:
+                ratios = [[ratio[name] for ratio in row_ratios] for name in EVAL_TEXTS]
                 cells = (f"{statistics.mean(r):.4f} ({min(r):.4f} – {max(r):.4f})" for r in ratios)
                 lines.append([form, way, *cells])
     return markdown_table(lines)

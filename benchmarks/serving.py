@@ -1,16 +1,16 @@
-"""Steady serving: requests that come at random (Poisson) while others decode, as in `vllm bench serve`.
+"""Steady serving: requests with random (Poisson) arrivals while others decode, as in `vllm bench serve`.
 
     python benchmarks/serving.py MODEL [--base CHECKOUT] [--rates 1 2 4] [--requests 60] [--rounds 3] [--out FILE.json]
         [-- options of `mlaforge serve`]
 
-Serves MODEL and, from a second checkout of mlaforge, the same (`base`); both get the same requests, one after the other
-in every round, the idle one meanwhile holding its memory only. At each of --rates (requests a second) --requests come,
-their prompts and answers of half to one and a half times --prompt and --answer tokens, no two prompts beginning alike;
-greedy, past the end of the text. `requests_per_second` and `tokens_per_second` (generated) count from the first arrival
+Serves MODEL and, from a second checkout of mlaforge, the same (`base`). Both get the same requests, in turn in every
+round, while the idle server only occupies memory. At each of --rates (requests per second) --requests arrive, with
+prompts and answers of 0.5 to 1.5 times --prompt and --answer tokens; no two prompts share a prefix; greedy, ignoring
+EOS. `requests_per_second` and `tokens_per_second` (generated) count from the first arrival
 to the last token; `ttft` is from arrival to the first token, `gap` between two tokens of one answer as they reach the
-client: median, 90th and 99th percentile over the run. Where the rate is more than the server can do,
-`requests_per_second` stays below it. `together`: --crowd prompts of --crowd-prompt tokens come at once; the time to the
-first token of each, in the order of arrival. `summary` has the medians over the rounds.
+client: median, 90th and 99th percentile over the run. If the rate exceeds the server's capacity, `requests_per_second`
+stays below it. `together`: --crowd prompts of --crowd-prompt tokens arrive at once; time to the first token of each, in
+the order of arrival. `summary` has the medians over the rounds.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import log
 
-# Seconds between prompts that come together, so that the order is the one in which they were sent.
+# Seconds between simultaneous prompts, so that they arrive in the order in which they were sent.
 APART = 0.005
 
 
 @dataclasses.dataclass
 class Answer:
-    """A request: when it comes (seconds), its prompt, how many tokens it wants, and when each of them came. Several
-    tokens may come as one where their text was not certain before."""
+    """A request: arrival time (seconds), prompt, requested tokens, and arrival times of its chunks. A chunk may contain
+    several tokens whose text was incomplete before."""
 
     arrives: float
     prompt: list[int]
@@ -60,46 +60,46 @@ class Answer:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
-async def ask(client: httpx.AsyncClient, answer: Answer, began: float) -> None:
-    """Sends it when its time has come."""
-    await asyncio.sleep(began + answer.arrives - time.perf_counter())
+async def ask(client: httpx.AsyncClient, answer: Answer, start_time: float) -> None:
+    """Send the request at its arrival time."""
+    await asyncio.sleep(start_time + answer.arrives - time.perf_counter())
     body = {"prompt": answer.prompt, "max_tokens": answer.tokens, "ignore_eos": True, "temperature": 0.0}
     async with completion(client, body) as events:
         async for at, event in events:
             if event.get("choices"):
-                answer.times.append(at - began)
+                answer.times.append(at - start_time)
 
 
 async def play(url: str, answers: list[Answer]) -> None:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        began = time.perf_counter()
-        await asyncio.gather(*(ask(client, answer, began) for answer in answers))
+        start_time = time.perf_counter()
+        await asyncio.gather(*(ask(client, answer, start_time) for answer in answers))
 
 
 class Texts:
-    """Prompts of common words, each beginning with other ones."""
+    """Random prompts of common words, without shared prefixes."""
 
     def __init__(self, tokenizer: Any):
         self.token_ids = sorted(set(tokenizer(" ".join(WORDS), add_special_tokens=False)["input_ids"]))
 
-    def steady(self, dice: random.Random, rate: float, asked: argparse.Namespace) -> Iterator[Answer]:
-        """Arrivals with exponential times between them."""
+    def steady(self, dice: random.Random, rate: float, options: argparse.Namespace) -> Iterator[Answer]:
+        """Requests with exponential inter-arrival times."""
         at = 0.0
-        for _ in range(asked.requests):
-            lengths = (max(2, round(most * dice.uniform(0.5, 1.5))) for most in (asked.prompt, asked.answer))
+        for _ in range(options.requests):
+            lengths = (max(2, round(mean * dice.uniform(0.5, 1.5))) for mean in (options.prompt, options.answer))
             yield Answer(at, dice.choices(self.token_ids, k=next(lengths)), next(lengths))
             at += dice.expovariate(rate)
 
-    def together(self, dice: random.Random, asked: argparse.Namespace) -> list[Answer]:
+    def together(self, dice: random.Random, options: argparse.Namespace) -> list[Answer]:
         return [
-            Answer(APART * number, dice.choices(self.token_ids, k=asked.crowd_prompt), 2)
-            for number in range(asked.crowd)
+            Answer(APART * number, dice.choices(self.token_ids, k=options.crowd_prompt), 2)
+            for number in range(options.crowd)
         ]
 
 
 def measured(answers: list[Answer]) -> dict[str, Any]:
-    """What came of a run of steady arrivals; times in seconds."""
+    """Measurements of a run with steady arrivals; times in seconds."""
     seconds = max(answer.times[-1] for answer in answers)
     return {
         "requests_per_second": round(len(answers) / seconds, 3),
@@ -109,13 +109,13 @@ def measured(answers: list[Answer]) -> dict[str, Any]:
     }
 
 
-def rounds(asked: argparse.Namespace, texts: Texts, urls: dict[str, str], results: Results) -> None:
-    for number in range(-1, asked.rounds):
-        for rate in (*asked.rates, None):
+def rounds(options: argparse.Namespace, texts: Texts, urls: dict[str, str], results: Results) -> None:
+    for number in range(-1, options.rounds):
+        for rate in (*options.rates, None):
             for side in sorted(urls, reverse=bool(number % 2)):
-                # The same for both sides, and other prompts in every round: nothing is known of them.
+                # The same for both sides, with new prompts in every round, so that no prefix is cached.
                 dice = random.Random(f"{number} {rate}")
-                answers = texts.together(dice, asked) if rate is None else list(texts.steady(dice, rate, asked))
+                answers = texts.together(dice, options) if rate is None else list(texts.steady(dice, rate, options))
                 if number < 0:
                     answers = answers[:4]
                 asyncio.run(play(urls[side], answers))
@@ -126,21 +126,21 @@ def rounds(asked: argparse.Namespace, texts: Texts, urls: dict[str, str], result
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians over the rounds, a line per rate and side."""
+    """Medians over the rounds, one line per rate and side."""
     lines = []
     for rate in dict.fromkeys(row["rate"] for row in rows):
         for side in dict.fromkeys(row["side"] for row in rows):
-            its = [row for row in rows if (row["side"], row["rate"]) == (side, rate)]
+            side_rows = [row for row in rows if (row["side"], row["rate"]) == (side, rate)]
             line: dict[str, Any] = {"rate": rate, "side": side}
             if rate is None:
-                firsts = zip(*(row["together"] for row in its), strict=True)
+                firsts = zip(*(row["together"] for row in side_rows), strict=True)
                 line["together"] = [round(statistics.median(first), 3) for first in firsts]
             else:
                 for name in ("requests_per_second", "tokens_per_second"):
-                    line[name] = statistics.median(row[name] for row in its)
+                    line[name] = statistics.median(row[name] for row in side_rows)
                 for name in ("ttft", "gap"):
                     for at in ("p50", "p99"):
-                        line[f"{name}_{at}"] = round(statistics.median(row[name][at] for row in its), 4)
+                        line[f"{name}_{at}"] = round(statistics.median(row[name][at] for row in side_rows), 4)
             lines.append(line)
     return lines
 
@@ -154,35 +154,35 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def commit(checkout: Path) -> str:
-    said = subprocess.run(
+    result = subprocess.run(
         ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     )
-    return said.stdout.strip()
+    return result.stdout.strip()
 
 
 def main() -> None:
     arguments = parser(__doc__, "benchmarks/serving.json", data=False)
     arguments.add_argument("model")
     arguments.add_argument("--base", type=Path, help="a second checkout of mlaforge")
-    arguments.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="requests a second")
+    arguments.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="requests per second")
     arguments.add_argument("--requests", type=int, default=60, help="per rate and round")
     arguments.add_argument("--prompt", type=int, default=512, help="mean tokens of a prompt")
     arguments.add_argument("--answer", type=int, default=64, help="mean tokens of an answer")
-    arguments.add_argument("--crowd", type=int, default=8, help="prompts that come together")
-    arguments.add_argument("--crowd-prompt", type=int, default=2048, help="tokens of each of them")
+    arguments.add_argument("--crowd", type=int, default=8, help="simultaneous prompts")
+    arguments.add_argument("--crowd-prompt", type=int, default=2048, help="tokens of each simultaneous prompt")
     arguments.add_argument("--rounds", type=int, default=3)
     words = sys.argv[1:]
     at = words.index("--") if "--" in words else len(words)
-    asked, options = arguments.parse_args(words[:at]), words[at + 1 :]
-    texts = Texts(SourceModel.open(asked.model).tokenizer)
-    facts = {"command": command(), "base": commit(asked.base) if asked.base else None}
-    results = Results(asked.out, [], **facts)
+    options, serve_options = arguments.parse_args(words[:at]), words[at + 1 :]
+    texts = Texts(SourceModel.open(options.model).tokenizer)
+    facts = {"command": command(), "base": commit(options.base) if options.base else None}
+    results = Results(options.out, [], **facts)
     servers: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
     try:
-        servers["today"] = start(asked.model, options)
-        if asked.base:
-            servers["base"] = start(asked.model, options, checkout=asked.base)
-        rounds(asked, texts, {side: url for side, (_, url) in servers.items()}, results)
+        servers["today"] = start(options.model, serve_options)
+        if options.base:
+            servers["base"] = start(options.model, serve_options, checkout=options.base)
+        rounds(options, texts, {side: url for side, (_, url) in servers.items()}, results)
     finally:
         for process, _ in servers.values():
             process.send_signal(signal.SIGTERM)

@@ -71,15 +71,15 @@ def measured(
             running[name].ask("prefill", prompts)
         times = decode(case, running, options)
     rows = []
-    for name, own in times.items():
+    for name, seconds in times.items():
         row = {
             "case": case,
             "form": name,
-            "ms_per_step": 1e3 * statistics.median(own),
-            "rounds_ms": [1e3 * t for t in own],
+            "ms_per_step": 1e3 * statistics.median(seconds),
+            "rounds_ms": [1e3 * t for t in seconds],
         }
         if "base" in times:
-            row |= {"to base": ratio(times["base"], own), "bar": BARS.get(case, {}).get(name)}
+            row |= {"to base": ratio(times["base"], seconds), "bar": BARS.get(case, {}).get(name)}
         rows.append(row)
         log(json.dumps(row))
     return rows

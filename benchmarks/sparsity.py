@@ -1,12 +1,12 @@
-"""Perplexity at long context where generated tokens read a selection: an index beside what it could be at the best.
+"""Perplexity at long context with a selection of tokens: an index compared with upper bounds.
 
     python benchmarks/sparsity.py --data ../shared/data --model DIR [--topk 1024 512] [--selectors pairs oracle ...]
 
-DIR is what `mlaforge sparsify` wrote. One-document windows of 8192 tokens of three kinds: WikiText-2's test articles,
-modules of installed packages, and the reference text of others. The first 4096 tokens are read densely, as a prompt is;
-every later one reads a selection, and is judged. Key tokens are those that the dense model gives a nat more to than it
-does with 1024 to 1536 tokens before them (LongPPL, arXiv 2410.23771). fp32 in transformers. A run that was cut off goes
-on.
+DIR is an output of `mlaforge sparsify`. One-document windows of 8192 tokens of three kinds: WikiText-2's test articles,
+modules of installed packages, and docstrings of others. The first 4096 tokens are read densely, like a prompt; every
+later token reads a selection and is evaluated. Key tokens are those that the dense model predicts by at least one nat
+better than with a context of 1024 to 1536 tokens (LongPPL, arXiv 2410.23771). fp32 in transformers. An interrupted run
+resumes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REFERENCE = ("scipy/signal/_filter_design.py", "scipy/optimize/_optimize.py")
 
 
 def documents(data: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) of every one."""
+    """Yield (name, text) of every document."""
     articles = re.split(r"\n (?== [^=])", Path(wikitext(data)[1]).read_text("utf-8"))
     for title in ARTICLES:
         yield title, next(article for article in articles if article.startswith(f"= {title} ="))
@@ -52,21 +52,21 @@ def documents(data: Path) -> Iterator[tuple[str, str]]:
 
 
 def windows(source: SourceModel, data: Path) -> dict[str, Tensor]:
-    """Token ids [LENGTH] of the documents; UserError where one repeats what the model was tuned on."""
+    """Token ids [LENGTH] of the documents; raise UserError if one overlaps text that the model was tuned on."""
     tuned = overlap.read_passages(source.path / overlap.PASSAGES)
-    found = {}
+    windows_by_document = {}
     for name, text in documents(data):
         ids = corpus.tokens(source.tokenizer, text, LENGTH)[:LENGTH]
         assert len(ids) == LENGTH, f"{name} has {len(ids)} tokens"
         if overlap.sharing([ids], tuned):
             raise UserError(f"{name} shares text with what the model was tuned on")
-        found[name] = ids
-    return found
+        windows_by_document[name] = ids
+    return windows_by_document
 
 
 @torch.no_grad()
 def read(model: Any, ids: Tensor, past: Any, sparse: bool) -> tuple[Tensor, Any]:
-    """Losses of the tokens after `ids`'s first, in nats, and the cache; `past` holds what stands before."""
+    """Return losses in nats of the tokens after the first of `ids`, and the cache. past: cache of earlier tokens."""
     model.model.sparsity.prompts = sparse
     start = past.get_seq_length() if past is not None else 0
     losses = []
@@ -82,12 +82,12 @@ def read(model: Any, ids: Tensor, past: Any, sparse: bool) -> tuple[Tensor, Any]
 
 
 @torch.no_grad()
-def helped(model: Any, ids: Tensor, losses: Tensor) -> list[int]:
-    """Which of the judged tokens, dense with `losses`, have a nat more with little before them."""
+def key_tokens(model: Any, ids: Tensor, losses: Tensor) -> list[int]:
+    """Evaluated tokens whose loss is at least one nat higher with a short context. losses: of the dense model."""
     short = []
     for start in range(PROMPT, len(ids) - 1, CHUNK):
-        own = read(model, ids[start - SHORT : start + CHUNK + 1], None, sparse=False)[0]
-        short.append(own[SHORT:])
+        short_losses = read(model, ids[start - SHORT : start + CHUNK + 1], None, sparse=False)[0]
+        short.append(short_losses[SHORT:])
     return (torch.cat(short) - losses >= 1).nonzero().flatten().tolist()
 
 
@@ -102,22 +102,22 @@ def main() -> None:
     texts = windows(source, options.data)
     results = Results(options.out, [], resume=True)
     model = load_model(source, "float32")
-    wanted = [("dense", LENGTH), *((selector, k) for k in options.topk for selector in options.selectors)]
+    variants = [("dense", LENGTH), *((selector, k) for k in options.topk for selector in options.selectors)]
     for name, ids in texts.items():
-        asked = [{"form": options.form, "text": name, "selector": selector, "topk": k} for selector, k in wanted]
-        # An exact index has keys of its own, which a cache made with another one lacks.
+        row_keys = [{"form": options.form, "text": name, "selector": selector, "topk": k} for selector, k in variants]
+        # An exact index has different keys, which the cache of another index lacks.
         prompts: dict[bool, Any] = {}
-        key: list[int] = next((r["key"] for r in results.rows if r.items() >= asked[0].items()), [])
-        for row in results.missing(asked):
+        key: list[int] = next((r["key"] for r in results.rows if r.items() >= row_keys[0].items()), [])
+        for row in results.missing(row_keys):
             exact = SELECTORS.get(row["selector"], (False, None))[0]
             select_by(model, "pairs" if row["selector"] == "dense" else row["selector"], row["topk"])
             if exact not in prompts:
                 prompts[exact] = read(model, ids[: PROMPT + 1], None, sparse=False)[1]
             losses, _ = read(model, ids, copy.deepcopy(prompts[exact]), sparse=row["selector"] != "dense")
-            judged = {"losses": [float(part.mean()) for part in losses.split(1024)]}
+            measurement = {"losses": [float(part.mean()) for part in losses.split(1024)]}
             if row["selector"] == "dense":
-                key = judged["key"] = helped(model, ids, losses)
-            results.add({**row, **judged, "key_loss": float(losses[key].mean())})
+                key = measurement["key"] = key_tokens(model, ids, losses)
+            results.add({**row, **measurement, "key_loss": float(losses[key].mean())})
     print(table(results.rows))
 
 
@@ -133,18 +133,20 @@ def table(rows: list[dict[str, Any]]) -> str:
         ["form", "selector", "k", *kinds, "all", "worst window", "4K to 6K", "6K to 8K", "key tokens"]
     ]
     for key in dict.fromkeys((r["form"], r["selector"], r["topk"]) for r in rows if r["selector"] != "dense"):
-        own = [r for r in rows if (r["form"], r["selector"], r["topk"]) == key]
-        # Nats by which each thousand of tokens is worse, window by window.
-        lost = {
+        group = [r for r in rows if (r["form"], r["selector"], r["topk"]) == key]
+        # Additional loss in nats of every 1024 tokens, by document.
+        loss_by_document = {
             r["text"]: [a - b for a, b in zip(r["losses"], dense[r["form"], r["text"]]["losses"], strict=True)]
-            for r in own
+            for r in group
         }
-        windows = {text: mean(parts) for text, parts in lost.items()}
+        windows = {text: mean(parts) for text, parts in loss_by_document.items()}
         groups = [[x for text, x in windows.items() if text in names] for names in kinds.values()]
-        places = ([x for parts in lost.values() for x in parts[half]] for half in (slice(0, 2), slice(2, 4)))
-        # Every window's key tokens have the same weight each.
+        places = (
+            [x for parts in loss_by_document.values() for x in parts[half]] for half in (slice(0, 2), slice(2, 4))
+        )
+        # All key tokens have equal weights.
         tokens = [
-            (len(d["key"]), r["key_loss"] - d["key_loss"]) for r in own if (d := dense[r["form"], r["text"]])["key"]
+            (len(d["key"]), r["key_loss"] - d["key_loss"]) for r in group if (d := dense[r["form"], r["text"]])["key"]
         ]
         helped_by = sum(n * x for n, x in tokens) / max(1, sum(n for n, _ in tokens))
         means = (*map(mean, groups), mean([*windows.values()]), max(windows.values()), *map(mean, places), helped_by)

@@ -1,15 +1,15 @@
-"""What a selection finds again in 8192 tokens: text that is copied, needles, and the mass of attention.
+"""Retrieval by a selection in 8192 tokens: copied text, needles, and the recall of attention mass.
 
     python benchmarks/sparsity_probes.py --data ../shared/data --model DIR [--topk 1024 512] [--selectors pairs ...]
 
-DIR is what `mlaforge sparsify` wrote. Into the documents of benchmarks/sparsity.py go, at 1K to 7K before the end,
-segments of another document, and sentences that name a number; at the end stand the segments again, or the sentences up
-to the number. Read densely up to there, then by a selection, and judged: nats of a token of a segment's second copy
-(but for the first ones, which nothing announces), and of a number's digits, where one sentence or four were to be
-found.
+DIR is an output of `mlaforge sparsify`. Segments of another document, or sentences that name a number, are inserted
+into the documents of benchmarks/sparsity.py, 1K to 7K tokens before the end; the end repeats the segments, or the
+sentences up to the number. The text before the end is read densely, the end with a selection. Measured are nats per
+token of a segment's second copy (without its first tokens, which are unpredictable) and of a number's digits, with one
+or four sentences.
 
-Recall is the share of attention (mean of the heads' softmax, exact, of the dense model) that falls on the selection; of
-what is contested, without the tokens that are read in any case. Over the last queries of each document and all layers.
+Recall is the share of attention (mean of the heads' exact softmax in the dense model) that falls on the selection;
+`contested` excludes the tokens that are always read. Over the last queries of each document and all layers.
 """
 
 from __future__ import annotations
@@ -32,49 +32,51 @@ from mlaforge.modeling.token_index_mla import scores
 from mlaforge.rendering.table import markdown_table
 
 DISTANCES = (7000, 5000, 3000, 1000)
-# Tokens of a segment, and those that nothing announces; query tokens whose recall is measured.
+# Tokens of a segment, its unpredictable first tokens, and query tokens whose recall is measured.
 SEGMENT, FIRST, QUERIES = 48, 8, 128
 NAMES = ("Lisbon", "Oslo", "Cairo", "Lima")
 DOCUMENTS = 4
 
 
 def segments(tokenizer: Any, ids: Tensor, other: Tensor, rng: random.Random) -> tuple[Tensor, list[int], int]:
-    """The document with segments of another at DISTANCES from its end and again there; which tokens are judged, and how
-    long the prompt is."""
-    drawn = [other[at : at + SEGMENT] for at in rng.sample(range(0, LENGTH - SEGMENT, SEGMENT), len(DISTANCES))]
-    text, judged = ids[: LENGTH - len(DISTANCES) * SEGMENT], []
-    for distance, segment in zip(DISTANCES, drawn, strict=True):
+    """Return the document with segments of another at DISTANCES from its end and again at its end, the positions of the
+    measured tokens, and the length of the prompt."""
+    chosen_segments = [
+        other[at : at + SEGMENT] for at in rng.sample(range(0, LENGTH - SEGMENT, SEGMENT), len(DISTANCES))
+    ]
+    text, positions = ids[: LENGTH - len(DISTANCES) * SEGMENT], []
+    for distance, segment in zip(DISTANCES, chosen_segments, strict=True):
         at = len(text) - distance
         text = torch.cat((text[:at], segment, text[at + SEGMENT :]))
     prompt = len(text)
-    for segment in drawn:
-        judged += range(len(text) + FIRST, len(text) + SEGMENT)
+    for segment in chosen_segments:
+        positions += range(len(text) + FIRST, len(text) + SEGMENT)
         text = torch.cat((text, segment))
-    return text, judged, prompt
+    return text, positions, prompt
 
 
 def needles(
     tokenizer: Any, ids: Tensor, other: Tensor, rng: random.Random, count: int
 ) -> tuple[Tensor, list[int], int]:
-    """The same with sentences that name a number."""
+    """The document with sentences that name a number; see segments."""
 
     def tokens(text: str) -> Tensor:
         return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     digits = [f" {rng.randrange(10**5, 10**6)}" for _ in range(count)]
-    asked = [tokens(f"\nThe secret number of {name} is") for name in NAMES[:count]]
+    questions = [tokens(f"\nThe secret number of {name} is") for name in NAMES[:count]]
     answers, end = [tokens(number) for number in digits], tokens(".\n")
-    text, judged = ids[: LENGTH - sum(map(len, (*asked, *answers)))], []
-    for distance, question, answer in zip(DISTANCES[:count][::-1], asked, answers, strict=True):
-        told = torch.cat((question, answer, end))
+    text, positions = ids[: LENGTH - sum(map(len, (*questions, *answers)))], []
+    for distance, question, answer in zip(DISTANCES[:count][::-1], questions, answers, strict=True):
+        sentence = torch.cat((question, answer, end))
         at = len(text) - distance
-        text = torch.cat((text[:at], told, text[at + len(told) :]))
+        text = torch.cat((text[:at], sentence, text[at + len(sentence) :]))
     prompt = len(text)
-    for question, answer in zip(asked, answers, strict=True):
+    for question, answer in zip(questions, answers, strict=True):
         text = torch.cat((text, question))
-        judged += range(len(text), len(text) + len(answer))
+        positions += range(len(text), len(text) + len(answer))
         text = torch.cat((text, answer))
-    return text, judged, prompt
+    return text, positions, prompt
 
 
 PROBES = {
@@ -84,27 +86,29 @@ PROBES = {
 }
 
 
-class Both(nn.Module):
-    """An exact index and the layer's own side by side."""
+class CombinedIndex(nn.Module):
+    """An exact index concatenated with the layer's trained index."""
 
-    def __init__(self, exact: ExactIndex, own: Any):
+    def __init__(self, exact: ExactIndex, trained: Any):
         super().__init__()
-        self.exact, self.own = exact, own
+        self.exact, self.trained = exact, trained
 
-    def keys(self, *given: Tensor) -> Tensor:
-        return torch.cat((self.exact.keys(*given), self.own.keys(*given)), dim=-1)
+    def keys(self, *arguments: Tensor) -> Tensor:
+        return torch.cat((self.exact.keys(*arguments), self.trained.keys(*arguments)), dim=-1)
 
-    def queries(self, *given: Tensor) -> Tensor:
-        return torch.cat((self.exact.queries(*given), self.own.queries(*given)), dim=-1)
+    def queries(self, *arguments: Tensor) -> Tensor:
+        return torch.cat((self.exact.queries(*arguments), self.trained.queries(*arguments)), dim=-1)
 
 
 class Recall:
-    """Stands for a model's score: notes what every selector would have recalled, and has everything read."""
+    """Score function that records the recall of every selector and selects all tokens."""
 
     def __init__(self, model: Any, selectors: list[str], topk: list[int]):
-        self.sparsity, self.wanted = model.model.sparsity, [(name, k) for k in topk for name in selectors]
-        # Of every layer and chunk: shares of all and of what is contested, by query.
-        self.seen: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {wanted: [] for wanted in self.wanted}
+        self.sparsity, self.variants = model.model.sparsity, [(name, k) for k in topk for name in selectors]
+        # For every layer and chunk: recalled shares of all and of contested attention, by query.
+        self.shares_by_variant: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {
+            variant: [] for variant in self.variants
+        }
         width = model.config.index_head_dim
         self.split = lambda x: x.split([x.shape[-1] - width, width], dim=-1)
 
@@ -112,37 +116,37 @@ class Recall:
         by = [*zip(self.split(queries), self.split(keys), strict=True)]
         mass = scores(*by[0], visible, sinks)
         contested = mass.masked_fill(self.sparsity.forced(visible), 0.0)
-        for name, k in self.wanted:
+        for name, k in self.variants:
             exact, score = SELECTORS[name]
             chosen = self.sparsity.top(score(*by[0 if exact else 1], visible, sinks), visible, k)
             shares = (m.gather(-1, chosen).sum(-1) / m.sum(-1) for m in (mass, contested))
-            self.seen[name, k].append(tuple(share.flatten() for share in shares))
+            self.shares_by_variant[name, k].append(tuple(share.flatten() for share in shares))
         return mass
 
     def rows(self) -> list[dict[str, Any]]:
-        found = []
-        for (name, k), seen in self.seen.items():
-            every, contested = (torch.stack(parts) for parts in zip(*seen, strict=True))
-            found.append({
-                "selector": name, "topk": k, "recall": float(every.mean()), "contested": float(contested.mean()),
+        rows = []
+        for (name, k), shares in self.shares_by_variant.items():
+            overall, contested = (torch.stack(parts) for parts in zip(*shares, strict=True))
+            rows.append({
+                "selector": name, "topk": k, "recall": float(overall.mean()), "contested": float(contested.mean()),
                 "5 %": float(contested.flatten().quantile(0.05)), "worst layer": float(contested.mean(1).min()),
             })  # fmt: skip
-        return found
+        return rows
 
 
 def recall(model: Any, ids: Tensor, selectors: list[str], topk: list[int]) -> list[dict[str, Any]]:
-    """Of the last queries of a document."""
+    """Recall over the last queries of a document."""
     select_by(model, "pairs", LENGTH)
     for layer in model.model.layers:
         sparse = getattr(layer.self_attn, "sparse", None)
         if sparse is not None and sparse.index is not None:
-            sparse.index = layer.self_attn.index = Both(ExactIndex(layer.self_attn), sparse.own)
+            sparse.index = layer.self_attn.index = CombinedIndex(ExactIndex(layer.self_attn), sparse.trained_index)
     past = read(model, ids[: LENGTH - QUERIES + 1], None, sparse=False)[1]
-    noted = model.model.sparsity.score = Recall(model, selectors, topk)
+    recorder = model.model.sparsity.score = Recall(model, selectors, topk)
     model.model.sparsity.shortcut = False
     read(model, torch.cat((ids, ids[-1:])), past, sparse=True)
     model.model.sparsity.shortcut = True
-    return noted.rows()
+    return recorder.rows()
 
 
 def main() -> None:
@@ -153,28 +157,30 @@ def main() -> None:
     arguments.add_argument("--selectors", nargs="*", choices=[*SELECTORS], default=[*SELECTORS][:-2])
     options = arguments.parse_args()
     source = SourceModel.open(options.model)
-    every = list(windows(source, options.data).items())
+    documents = list(windows(source, options.data).items())
     results = Results(options.out, [], resume=True)
     model = load_model(source, "float32")
-    wanted = [("dense", LENGTH), *((selector, k) for k in options.topk for selector in options.selectors)]
-    for (name, ids), (_, other) in zip(every[:: 8 // DOCUMENTS], every[1 :: 8 // DOCUMENTS], strict=True):
+    variants = [("dense", LENGTH), *((selector, k) for k in options.topk for selector in options.selectors)]
+    for (name, ids), (_, other) in zip(documents[:: 8 // DOCUMENTS], documents[1 :: 8 // DOCUMENTS], strict=True):
         if not any(
             {"form": options.form, "text": name, "probe": "recall"}.items() <= row.items() for row in results.rows
         ):
             for row in recall(model, ids, options.selectors, options.topk):
                 results.add({"form": options.form, "text": name, "probe": "recall", **row})
-        for probe, made in PROBES.items():
-            text, judged, prompt = made(source.tokenizer, ids, other, random.Random(name))
-            asked = [{"form": options.form, "text": name, "probe": probe, "selector": s, "topk": k} for s, k in wanted]
+        for probe, build_probe in PROBES.items():
+            text, positions, prompt = build_probe(source.tokenizer, ids, other, random.Random(name))
+            row_keys = [
+                {"form": options.form, "text": name, "probe": probe, "selector": s, "topk": k} for s, k in variants
+            ]
             prompts: dict[bool, Any] = {}
-            for row in results.missing(asked):
+            for row in results.missing(row_keys):
                 exact = SELECTORS.get(row["selector"], (False, None))[0]
                 select_by(model, "pairs" if row["selector"] == "dense" else row["selector"], row["topk"])
                 if exact not in prompts:
                     prompts[exact] = read(model, text[: prompt + 1], None, sparse=False)[1]
                 losses, _ = read(model, text, copy.deepcopy(prompts[exact]), sparse=row["selector"] != "dense")
                 # The first loss is of the token behind the prompt's last but one.
-                results.add({**row, "nats": float(losses[torch.tensor(judged) - prompt - 1].mean())})
+                results.add({**row, "nats": float(losses[torch.tensor(positions) - prompt - 1].mean())})
     print(table(results.rows))
 
 
@@ -183,11 +189,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     kinds = ("recall", "contested", "5 %", "worst layer")
     lines: list[list[str]] = [["form", "selector", "k", *kinds, *(f"{probe}, nats" for probe in PROBES)]]
     for key in dict.fromkeys((r["form"], r["selector"], r["topk"]) for r in rows):
-        own = [r for r in rows if (r["form"], r["selector"], r["topk"]) == key]
-        recalled = [r for r in own if r["probe"] == "recall"]
-        found = [statistics.fmean(r[kind] for r in recalled) if recalled else None for kind in kinds]
-        found += [mean([r["nats"] for r in own if r["probe"] == probe]) for probe in PROBES]
-        lines.append([key[0], key[1], str(key[2]), *("–" if x is None else f"{x:.3f}" for x in found)])
+        group = [r for r in rows if (r["form"], r["selector"], r["topk"]) == key]
+        recalled = [r for r in group if r["probe"] == "recall"]
+        values = [statistics.fmean(r[kind] for r in recalled) if recalled else None for kind in kinds]
+        values += [mean([r["nats"] for r in group if r["probe"] == probe]) for probe in PROBES]
+        lines.append([key[0], key[1], str(key[2]), *("–" if x is None else f"{x:.3f}" for x in values)])
     return markdown_table(lines)
 
 

@@ -1,9 +1,9 @@
-"""Ways to choose the tokens that a query reads, beside the `pairs` index: what is exact, what others do, what is blind.
+"""Token selectors compared with the `pairs` index: exact, of other methods, and independent of content.
 
-Each is an index (what is kept of a token and asked for it) and a score of tokens; the pattern of forced tokens and the
-budget are the same for all.
+Each is an index (keys and queries) and a score of tokens; the pattern of forced tokens and the budget are equal for
+all.
 
-Legend: B batch, T query tokens, S cached tokens, H query heads, G KV heads, D head_dim, I numbers of an index key.
+Legend: B batch, T query tokens, S cached tokens, H query heads, G KV heads, D head_dim, I width of an index key.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import rotate
 from mlaforge.modeling.token_index_mla import scores
 
-# Tokens of a block of Quest's, and from one that is forced to the next.
+# Tokens per block in Quest, and stride of the forced tokens.
 BLOCK, STRIDE = 16, 64
 
 
 class ExactIndex(nn.Module):
-    """A token's whole keys, and the heads' own queries: the scores are those of attention itself."""
+    """The token's full keys and the heads' queries: scores equal those of attention."""
 
     def __init__(self, attention: Any):
         super().__init__()
@@ -46,18 +46,18 @@ class ExactIndex(nn.Module):
         return torch.cat((rotate(keys_BGTD, cos_BTP, sin_BTP).transpose(1, 2).flatten(2), still), dim=-1)
 
     def queries(self, q_BHTE: Tensor, cos_BTP: Tensor, sin_BTP: Tensor) -> Tensor:
-        """[B, H, T, I]: a head's query in its group's place, zeros in the others'."""
+        """[B, H, T, I]: a head's query at its group's position, zeros elsewhere."""
         rope_dim = self.latent[0].rope_dim if self.latent else 0
-        own, rope = q_BHTE, q_BHTE[..., :0]
+        head_queries, rope = q_BHTE, q_BHTE[..., :0]
         if rope_dim:
             at = self.latent[0].rope_index
-            own, rope = q_BHTE.split([q_BHTE.shape[-1] - rope_dim, rope_dim], dim=-1)
+            head_queries, rope = q_BHTE.split([q_BHTE.shape[-1] - rope_dim, rope_dim], dim=-1)
             rope = rotate(rope, cos_BTP[..., at], sin_BTP[..., at])
         else:
-            own = rotate(own, cos_BTP, sin_BTP)
-        B, H, T, D = own.shape
-        placed = own.new_zeros(B, self.groups, H // self.groups, T, self.groups, D)
-        for group, part in enumerate(own.unflatten(1, (self.groups, -1)).unbind(1)):
+            head_queries = rotate(head_queries, cos_BTP, sin_BTP)
+        B, H, T, D = head_queries.shape
+        placed = head_queries.new_zeros(B, self.groups, H // self.groups, T, self.groups, D)
+        for group, part in enumerate(head_queries.unflatten(1, (self.groups, -1)).unbind(1)):
             placed[:, group, :, :, group] = part
         return torch.cat((placed.flatten(1, 2).flatten(3), rope), dim=-1) * self.scale
 
@@ -110,6 +110,6 @@ def select_by(model: Any, name: str, topk: int) -> None:
         if name != "placed":
             sparse.topk = topk
         if sparse.index is not None:
-            if not hasattr(sparse, "own"):
-                sparse.own = sparse.index
-            sparse.index = layer.self_attn.index = ExactIndex(layer.self_attn) if exact else sparse.own
+            if not hasattr(sparse, "trained_index"):
+                sparse.trained_index = sparse.index
+            sparse.index = layer.self_attn.index = ExactIndex(layer.self_attn) if exact else sparse.trained_index

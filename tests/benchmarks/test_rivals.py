@@ -49,10 +49,10 @@ def losses(model, rival):
 def test_lloyd_max_levels_of_a_gaussian(levels, error):
     at = torch.linspace(-8, 8, 100_001, dtype=torch.float64)
     density = torch.exp(-at.square() / 2)
-    found = rivals.lloyd_max(density, at, len(levels).bit_length())
-    torch.testing.assert_close(found[len(levels) :], torch.tensor(levels, dtype=at.dtype), rtol=0, atol=3e-3)
-    torch.testing.assert_close(found, -found.flip(0), rtol=0, atol=1e-3)
-    nearest = found[torch.bucketize(at, (found[1:] + found[:-1]) / 2)]
+    fitted = rivals.lloyd_max(density, at, len(levels).bit_length())
+    torch.testing.assert_close(fitted[len(levels) :], torch.tensor(levels, dtype=at.dtype), rtol=0, atol=3e-3)
+    torch.testing.assert_close(fitted, -fitted.flip(0), rtol=0, atol=1e-3)
+    nearest = fitted[torch.bucketize(at, (fitted[1:] + fitted[:-1]) / 2)]
     assert float(((at - nearest).square() * density).sum() / density.sum()) == pytest.approx(error, rel=2e-3)
 
 
@@ -96,8 +96,8 @@ def test_bytes_are_all_of_them(layer, model):
     # 32 tokens: codes; of 192 key channels, and of each token's six groups of 32 values, a scale and a minimum.
     assert rivals.Blocks(2, exempt=0).bytes(llm, 33) == 2 * (2 * 32 * 192 // 4 + 192 * 4 + 32 * 6 * 4)
     code = rivals.PlainCode(3, model, rivals.plain_bases(model, WINDOWS), exempt=0)
-    held = layer.cached * 3 / 8 * 64
-    assert held - 64 * 2 <= code.bytes(layer, 64) <= held
+    size = layer.cached * 3 / 8 * 64
+    assert size - 64 * 2 <= code.bytes(layer, 64) <= size
 
 
 class Exact:

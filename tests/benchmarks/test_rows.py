@@ -1,4 +1,4 @@
-"""What the benchmarks share: a run that was cut off goes on, what is judged repeats nothing that is tuned on."""
+"""Shared code of the benchmarks: resumption of interrupted runs, and evaluation text without tuned passages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return rows
 
 
-def test_a_run_that_was_cut_off_goes_on(rows: Any, tmp_path: Path) -> None:
+def test_interrupted_runs_resume(rows: Any, tmp_path: Path) -> None:
     out, keys, measured = tmp_path / "out.json", [{"way": way, "seed": 0} for way in "abc"], []
 
     def run(stop: str | None = None, resume: bool = True, **facts: Any) -> dict[str, Any]:
@@ -41,21 +41,21 @@ def test_a_run_that_was_cut_off_goes_on(rows: Any, tmp_path: Path) -> None:
     whole = run(settings={"windows": 8})
     assert measured == ["original", "a", "b", "c"] and [row["way"] for row in whole["rows"]] == ["a", "b", "c"]
     assert whole["original"] == 2.0 and whole["environment"]["mlaforge"]
-    # Another setting, or a script that begins anew, measures everything again.
+    # Other settings, or no resumption, measure everything again.
     assert run(stop="a", settings={"windows": 9})["rows"] == []
     assert run(stop="b", resume=False, settings={"windows": 9})["rows"] == [{"way": "a", "seed": 0, "ppl": 1.0}]
 
 
-def test_windows_that_repeat_what_is_tuned_on_are_dropped(rows: Any) -> None:
+def test_windows_that_repeat_tuned_text_are_dropped(rows: Any) -> None:
     ids = torch.arange(4 * 64).view(4, 64)
     tuned = overlap.passages(corpus.Windows(ids[1:2], "tuned"))
-    kept = rows.without_repeats({"wiki": corpus.Windows(ids, "wiki"), "code": corpus.Windows(ids[2:], "code")}, tuned)
-    assert kept["wiki"].ids.tolist() == ids[[0, 2, 3]].tolist() and kept["code"].ids.tolist() == ids[2:].tolist()
+    texts = {"wiki": corpus.Windows(ids, "wiki"), "code": corpus.Windows(ids[2:], "code")}
+    remaining = rows.without_repeats(texts, tuned)
+    assert remaining["wiki"].ids.tolist() == ids[[0, 2, 3]].tolist()
+    assert remaining["code"].ids.tolist() == ids[2:].tolist()
 
 
-def test_the_command_names_no_folder_of_this_machine(
-    rows: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_contains_no_local_folders(rows: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     words = [str(tmp_path / "benchmarks" / "a.py"), "--data", "../shared", f"--out={tmp_path}/b.json", "/some/where/c"]
     monkeypatch.setattr(sys, "argv", words)

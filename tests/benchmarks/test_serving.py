@@ -1,4 +1,4 @@
-"""The benchmark of steady serving: what it asks, and that its numbers are those of the answers."""
+"""Benchmark of steady serving: requests, and measurements of the answers."""
 
 import argparse
 import importlib.util
@@ -16,27 +16,27 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture
 def serving(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
-    # No `serving`: a package of tests has that name.
+    # Not named `serving`, which is a package of tests.
     spec = importlib.util.spec_from_file_location("bench_serving", FOLDER / "serving.py")
     monkeypatch.setitem(sys.modules, "bench_serving", module := importlib.util.module_from_spec(spec))
     spec.loader.exec_module(module)
     return module
 
 
-def test_arrivals_are_poisson_and_the_same_for_both_sides(serving):
+def test_arrivals_are_poisson_and_reproducible(serving):
     texts = serving.Texts(lambda text, **_: {"input_ids": list(range(40))})
-    asked = argparse.Namespace(requests=4000, prompt=20, answer=3)
-    answers, again = (list(texts.steady(random.Random("0 4.0"), 4.0, asked)) for _ in range(2))
-    assert answers == again
+    options = argparse.Namespace(requests=4000, prompt=20, answer=3)
+    answers, repeated = (list(texts.steady(random.Random("0 4.0"), 4.0, options)) for _ in range(2))
+    assert answers == repeated
     gaps = [b.arrives - a.arrives for a, b in itertools.pairwise(answers)]
-    # Of an exponential distribution mean and deviation are the same, here 1/4 s, and 63 % lie below.
+    # An exponential distribution has equal mean and deviation, here 1/4 s, and 63 % of it is below the mean.
     assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.06) == statistics.stdev(gaps)
     assert sum(gap < 0.25 for gap in gaps) / len(gaps) == pytest.approx(0.632, abs=0.03)
     assert {len(answer.prompt) for answer in answers} == set(range(10, 31))
     assert {answer.tokens for answer in answers} == {2, 3, 4}
 
 
-def test_numbers_are_those_of_the_answers(serving):
+def test_measurements_of_answers(serving):
     answers = [serving.Answer(0.0, [1], 3, [0.5, 0.6, 0.8]), serving.Answer(1.0, [1], 2, [1.25, 2.0])]
     row = serving.measured(answers)
     assert (row["requests_per_second"], row["tokens_per_second"]) == (1.0, 2.5)

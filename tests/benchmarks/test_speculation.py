@@ -127,14 +127,14 @@ def test_acceptance(reader, tmp_path):
     assert len(lines) == 3 and lines[2].startswith("ngram")
 
 
-def test_each_question_stands_behind_a_passage_of_its_own(reader, tmp_path):
+def test_questions_follow_different_passages(reader, tmp_path):
     (tmp_path / "wikitext-2").mkdir()
     (tmp_path / "wikitext-2" / "wiki.test.raw").write_text("abcde" * 4)
     (tmp_path / "mt_bench.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("abc", "ee")))
     llm = LLM(reader, dtype="float32", device="cpu", cache_bytes=1 << 20)
     before = functools.partial(acceptance.passages, llm, tmp_path, 3)
     assert before(2) == ["abc\n\n", "dea\n\n"]
-    with pytest.raises(UserError, match="more than 20"):
+    with pytest.raises(UserError, match="exceed the text of 20"):
         before(7)
     prompts = bench.read_prompts(tmp_path / "mt_bench.jsonl", llm, 2, before)
     texts = ["abc\n\nabc", "dea\n\nee"]

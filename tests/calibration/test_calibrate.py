@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mlaforge.artifact import Manifest
-from mlaforge.calibration import calibrate, window_store
+from mlaforge.calibration import calibrate, datasheet, window_store
 from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.calibration.window_store import Shards
 from mlaforge.checkpoint.source_model import SourceModel, load_tokenizer
@@ -135,6 +135,15 @@ def test_datasheet_matches_the_sets(golden, texts):
     assert "| windows too short to be chosen | 1 |" in text
     assert (golden / "token_histograms.png").read_bytes().startswith(b"\x89PNG")
     assert set(manifest.files) == set(output_files(golden))
+
+
+def test_datasheet_without_matplotlib_logs_the_missing_histograms(golden, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    sheet = json.loads((golden / "datasheet.json").read_text())
+    datasheet.write(tmp_path, {key: value for key, value in sheet.items() if key != "sets"}, records(golden))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["datasheet.json", "datasheet.md"]
+    assert "token_histograms" not in (tmp_path / "datasheet.md").read_text()
+    assert "the histograms of token_histograms.png are left out" in capsys.readouterr().err
 
 
 def test_runs_are_deterministic_and_cached(golden, source_args, cli, tmp_path):

@@ -29,13 +29,13 @@ def tiny(monkeypatch):
 
 @pytest.mark.parametrize(("name", "public"), [("20b", configs.GPT_OSS), ("120b", configs.GPT_OSS_120B)])
 def test_sizes_are_the_public_models(name, public):
-    made = geometry.settings(name)
-    ours, theirs = read_spec(made), read_spec(public | {"max_position_embeddings": 131072})
+    config = geometry.settings(name)
+    ours, theirs = read_spec(config), read_spec(public | {"max_position_embeddings": 131072})
     assert dataclasses.replace(ours, rope=theirs.rope) == theirs
     assert ours.rope.attention_scaling == theirs.rope.attention_scaling
-    same = set(public) & set(made) - {"quantization_config"}
-    assert len(same) > 12 and {key: made[key] for key in same} == {key: public[key] for key in same}
-    assert (made["swiglu_alpha"], made["swiglu_limit"]) == (1.702, 7.0)
+    same = set(public) & set(config) - {"quantization_config"}
+    assert len(same) > 12 and {key: config[key] for key in same} == {key: public[key] for key in same}
+    assert (config["swiglu_alpha"], config["swiglu_limit"]) == (1.702, 7.0)
 
 
 def test_random_weights_make_a_model_that_computes(tiny, cli, tmp_path):
@@ -58,12 +58,12 @@ def test_random_weights_make_a_model_that_computes(tiny, cli, tmp_path):
 
 
 def test_the_seed_decides_and_nothing_else(tiny, cli, tmp_path):
-    def made(name, *options):
+    def write_model(name, *options):
         done = cli("make-gptoss", tmp_path / name, "--geometry", "20b", *options)
         assert done.exit_code == 0, done.stderr
         return SourceModel.open(tmp_path / name).fingerprint
 
-    assert made("one") == made("two") != made("other", "--seed", 1)
+    assert write_model("one") == write_model("two") != write_model("other", "--seed", 1)
     again = cli("make-gptoss", tmp_path / "one", "--geometry", "20b")
     assert again.exit_code == 0 and "is finished already" in again.stderr
 
@@ -76,7 +76,7 @@ def test_too_small_a_disk_is_said_before_anything_is_written(tiny, cli, tmp_path
     assert not any(tmp_path.iterdir())
 
 
-def test_options_of_rewriting_are_refused(tiny, cli, tmp_path):
+def test_rejects_options_of_rewriting(tiny, cli, tmp_path):
     refused = cli("make-gptoss", tmp_path / "out", "--geometry", "20b", "--windows")
-    assert refused.exit_code and "windows = True is for a model that is rewritten" in refused.stderr
+    assert refused.exit_code and "windows = True applies to a rewritten model" in refused.stderr
     assert not any(tmp_path.iterdir())

@@ -30,11 +30,11 @@ def long_text(tmp_path_factory):
 def make(tmp_path):
     """make(source, options) -> the directory that was made."""
 
-    def made(source, name="made", **options):
+    def checkpoint(source, name="made", **options):
         run(tmp_path / name, MakeGptOssConfig(from_=str(source), **options))
         return tmp_path / name
 
-    return made
+    return checkpoint
 
 
 def load(directory):
@@ -63,12 +63,12 @@ def some_ids(length, seed=0):
 @pytest.mark.parametrize("biased", [False, True])
 def test_plain_options_keep_the_logits(make, tiny_models, biased_llama, biased, options):
     source, ids = biased_llama if biased else tiny_models["llama"], some_ids(300)
-    made = make(source, **options)
-    torch.testing.assert_close(logits(made, ids), logits(source, ids), rtol=0, atol=1e-4)
-    config = checkpoint_reader.read_config(made)
+    checkpoint = make(source, **options)
+    torch.testing.assert_close(logits(checkpoint, ids), logits(source, ids), rtol=0, atol=1e-4)
+    config = checkpoint_reader.read_config(checkpoint)
     assert config["model_type"] == "gpt_oss" and config["architectures"] == ["GptOssForCausalLM"]
     assert (config["num_local_experts"], config["num_experts_per_tok"]) == (options["experts"], options["top_k"])
-    with checkpoint_reader.Reader(made) as reader:
+    with checkpoint_reader.Reader(checkpoint) as reader:
         reader.check(*loading.expected_tensors(config))
         experts = reader["model.layers.0.mlp.experts.down_proj"]
         assert torch.equal(reader["lm_head.weight"], checkpoint_reader.Reader(source)["lm_head.weight"])
@@ -79,13 +79,15 @@ def test_mlp_biases_and_tied_heads_are_carried(make, tmp_path):
     import conftest
 
     source = conftest.save_model(tmp_path / "source", "llama", 9, mlp_bias=True, tie_word_embeddings=True)
-    made, ids = make(source), some_ids(64)
-    torch.testing.assert_close(logits(made, ids), logits(source, ids), rtol=0, atol=1e-4)
+    checkpoint, ids = make(source), some_ids(64)
+    torch.testing.assert_close(logits(checkpoint, ids), logits(source, ids), rtol=0, atol=1e-4)
 
 
 def test_experts_that_differ_are_noisy_copies(make, tiny_models):
     plain, noisy = make(tiny_models["llama"]), make(tiny_models["llama"], "noisy", differ=0.1)
-    a, b = (checkpoint_reader.Reader(made)["model.layers.1.mlp.experts.down_proj"] for made in (plain, noisy))
+    a, b = (
+        checkpoint_reader.Reader(checkpoint)["model.layers.1.mlp.experts.down_proj"] for checkpoint in (plain, noisy)
+    )
     # The order of hidden units may differ, so sorted rows' norms are compared, and the noise by its size.
     norms = [x.square().sum(-1).sort().values for x in (a, b)]
     assert 0 < (norms[0] - norms[1]).abs().mean() / norms[0].mean() < 0.1
@@ -97,10 +99,10 @@ def test_windows_hide_what_is_further_than_128_tokens(make, tmp_path):
     import conftest
 
     source = conftest.save_model(tmp_path / "source", "llama", 4, num_hidden_layers=1)
-    made, ids = make(source, **ONE, windows=True), some_ids(WINDOW + 40)
+    checkpoint, ids = make(source, **ONE, windows=True), some_ids(WINDOW + 40)
     changed = ids.clone()
     changed[0] = (ids[0] + 1) % 256
-    before, after = logits(made, ids), logits(made, changed)
+    before, after = logits(checkpoint, ids), logits(checkpoint, changed)
     # Token 0 is seen up to position 127, itself counted.
     assert (before - after)[:WINDOW].abs().amax(-1).min() > 1e-6
     torch.testing.assert_close(before[WINDOW:], after[WINDOW:], rtol=0, atol=0)
@@ -116,28 +118,28 @@ def test_yarn_scales_rope_and_half_of_the_scaling_is_divided_out(make, tiny_mode
     import math
 
     source = tiny_models["llama"]
-    config = checkpoint_reader.read_config(made := make(source, **ONE, yarn=32.0))
+    config = checkpoint_reader.read_config(checkpoint := make(source, **ONE, yarn=32.0))
     rope = config["rope_parameters"]
     assert (rope["rope_type"], rope["factor"], rope["truncate"]) == ("yarn", 32.0, False)
     assert (rope["original_max_position_embeddings"], config["max_position_embeddings"]) == (512, 512 * 32)
     scaling = 0.1 * math.log(32) + 1
-    with checkpoint_reader.Reader(made) as new, checkpoint_reader.Reader(source) as old:
+    with checkpoint_reader.Reader(checkpoint) as new, checkpoint_reader.Reader(source) as old:
         name = "model.layers.0.self_attn.q_proj.weight"
         torch.testing.assert_close(new[name] * scaling, old[name])
     # YaRN of factor 1 is plain RoPE, bit by bit: both keep the logits.
-    rotary = [load(m).model.rotary_emb for m in (source, make(source, "one", **ONE, yarn=1.0), made)]
+    rotary = [load(m).model.rotary_emb for m in (source, make(source, "one", **ONE, yarn=1.0), checkpoint)]
     assert torch.equal(rotary[0].inv_freq, rotary[1].inv_freq)
     assert rotary[2].attention_scaling == pytest.approx(scaling)
 
 
 def test_sinks_and_biases_are_not_zero(make, tiny_models, long_text):
-    made = make(tiny_models["llama"], **ONE, windows=True, sinks=True, text=str(long_text))
-    with checkpoint_reader.Reader(made) as reader:
+    checkpoint = make(tiny_models["llama"], **ONE, windows=True, sinks=True, text=str(long_text))
+    with checkpoint_reader.Reader(checkpoint) as reader:
         sinks = [reader[f"model.layers.{i}.self_attn.sinks"] for i in range(3)]
         assert all((s.abs() < 1e3).all() and s.abs().min() > 0 for s in sinks)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             assert reader[f"model.layers.1.self_attn.{name}.bias"].abs().min() > 0
-    assert (made / overlap.PASSAGES).is_file()
+    assert (checkpoint / overlap.PASSAGES).is_file()
 
 
 def test_a_sink_is_the_mean_logit_of_the_first_token(tiny_models):
@@ -146,11 +148,11 @@ def test_a_sink_is_the_mean_logit_of_the_first_token(tiny_models):
 
     ids, after = some_ids(160), 128
     model = loading.load_model(tiny_models["llama"], "float32")
-    found = measure(model, [ids], after)
+    measured = measure(model, [ids], after)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         shares = model(ids[None], output_attentions=True).attentions
-    for one, weights in zip(found, shares, strict=True):
+    for one, weights in zip(measured, shares, strict=True):
         torch.testing.assert_close(one.share, weights[0, :, after:, 0].mean(-1), rtol=0, atol=1e-5)
         assert one.logit.shape == (4,) and one.value.shape == (4, 16)
 
@@ -160,8 +162,8 @@ def test_fused_sinks_are_exact(make, tiny_models, long_text, windows):
     """Logits and gradients of every attention parameter, against transformers' own attention with sinks."""
     from mlaforge.modeling.latent_attention_mla import FUSED
 
-    made = make(tiny_models["llama"], **ONE, windows=windows, sinks=True, text=str(long_text))
-    model, ids, found = load(made), some_ids(200), []
+    checkpoint = make(tiny_models["llama"], **ONE, windows=windows, sinks=True, text=str(long_text))
+    model, ids, measured = load(checkpoint), some_ids(200), []
     for fused in (False, True):
         if fused:
             model.set_attn_implementation(FUSED)
@@ -169,40 +171,40 @@ def test_fused_sinks_are_exact(make, tiny_models, long_text, windows):
         out = model(ids[None], use_cache=False).logits
         out.log_softmax(-1)[..., 7].sum().backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if ".self_attn." in name}
-        found.append({"logits": out.detach(), **gradients})
-    for name, expected in found[0].items():
+        measured.append({"logits": out.detach(), **gradients})
+    for name, expected in measured[0].items():
         torch.testing.assert_close(
-            found[1][name], expected, rtol=1e-3, atol=1e-4 * max(1.0, float(expected.abs().max()))
+            measured[1][name], expected, rtol=1e-3, atol=1e-4 * max(1.0, float(expected.abs().max()))
         )
 
 
 def test_mxfp4_is_stored_packed_and_loads(make, tiny_models):
-    made, plain = make(tiny_models["llama"], mxfp4=True), make(tiny_models["llama"], "plain")
-    config = checkpoint_reader.read_config(made)
-    with checkpoint_reader.Reader(made) as reader, checkpoint_reader.Reader(plain) as original:
+    checkpoint, plain = make(tiny_models["llama"], mxfp4=True), make(tiny_models["llama"], "plain")
+    config = checkpoint_reader.read_config(checkpoint)
+    with checkpoint_reader.Reader(checkpoint) as reader, checkpoint_reader.Reader(plain) as original:
         shapes = {name: original.shape(name) for name in original}
         assert {name: reader.shape(name) for name in reader} == mxfp4.stored(config, shapes)
         name = "model.layers.2.mlp.experts.gate_up_proj"
         blocks, scales = (reader[part] for part in mxfp4.stored_names(name))
         assert blocks.dtype == scales.dtype == torch.uint8
         ours = dequantize(blocks, scales, torch.float32)
-        assert torch.equal(load(made).get_parameter(name).data, ours)
+        assert torch.equal(load(checkpoint).get_parameter(name).data, ours)
         assert 0 < (ours - original[name]).abs().mean() < 0.1 * original[name].abs().mean() * 2
     # The command line's own strict loader takes it too.
-    assert torch.equal(loading.load_model(made, "float32").get_parameter(name).data, ours)
+    assert torch.equal(loading.load_model(checkpoint, "float32").get_parameter(name).data, ours)
 
 
 def test_healing_lowers_the_divergence(make, tiny_models, long_text, evaluation_file):
-    def divergence(found, wanted):
-        p, q = wanted.log_softmax(-1), found.log_softmax(-1)
+    def divergence(measured, expected):
+        p, q = expected.log_softmax(-1), measured.log_softmax(-1)
         return (p.exp() * (p - q)).sum(-1).mean()
 
     options = {**ONE, "windows": True, "yarn": 8.0, "sinks": True, "text": str(long_text), "differ": 0.01}
     source = tiny_models["llama"]
     ids = corpus.windows(source_model.load_tokenizer(source), str(evaluation_file), 1, 400).ids[0]
     raw, healed = make(source, "raw", **options), make(source, "healed", **options, heal=6)
-    wanted = logits(source, ids)
-    assert divergence(logits(healed, ids), wanted) < divergence(logits(raw, ids), wanted)
+    expected = logits(source, ids)
+    assert divergence(logits(healed, ids), expected) < divergence(logits(raw, ids), expected)
     manifest = json.loads((healed / "manifest.json").read_text())
     assert len(manifest["metrics"]["kl"]) == 6
     with checkpoint_reader.Reader(raw) as a, checkpoint_reader.Reader(healed) as b:
@@ -211,21 +213,21 @@ def test_healing_lowers_the_divergence(make, tiny_models, long_text, evaluation_
     assert {path.name for path in healed.iterdir()} == {path.name for path in raw.iterdir()}
 
 
-def test_nothing_is_judged_on_the_text_it_was_healed_on(cli, make, tiny_models, long_text):
-    made = make(tiny_models["llama"], **ONE, sinks=True, text=str(long_text))
-    done = cli("eval", made, "--text", long_text, "--seqlen", 64, "--windows", 2, "--device", "cpu")
+def test_evaluation_rejects_the_healing_text(cli, make, tiny_models, long_text):
+    checkpoint = make(tiny_models["llama"], **ONE, sinks=True, text=str(long_text))
+    done = cli("eval", checkpoint, "--text", long_text, "--seqlen", 64, "--windows", 2, "--device", "cpu")
     assert done.exit_code == 2 and "share text" in done.stderr
 
 
-def test_the_same_again_is_not_made_twice(make, tiny_models, cli, tmp_path):
-    made = make(tiny_models["llama"], **ONE)
-    stamp = (made / "config.json").stat().st_mtime_ns
-    manifest = run(made, MakeGptOssConfig(from_=str(tiny_models["llama"]), **ONE))
-    assert (made / "config.json").stat().st_mtime_ns == stamp
+def test_finished_result_is_reused(make, tiny_models, cli, tmp_path):
+    checkpoint = make(tiny_models["llama"], **ONE)
+    stamp = (checkpoint / "config.json").stat().st_mtime_ns
+    manifest = run(checkpoint, MakeGptOssConfig(from_=str(tiny_models["llama"]), **ONE))
+    assert (checkpoint / "config.json").stat().st_mtime_ns == stamp
     assert manifest.stage == "make-gptoss" and manifest.config["experts"] == 1
-    assert sorted([*manifest.files, "manifest.json"]) == sorted(path.name for path in made.iterdir())
+    assert sorted([*manifest.files, "manifest.json"]) == sorted(path.name for path in checkpoint.iterdir())
     with pytest.raises(UserError, match="experts was 1, now 2"):
-        run(made, MakeGptOssConfig(from_=str(tiny_models["llama"]), experts=2, top_k=1))
+        run(checkpoint, MakeGptOssConfig(from_=str(tiny_models["llama"]), experts=2, top_k=1))
 
 
 def test_the_verb(cli, tiny_models, tmp_path):
@@ -262,8 +264,11 @@ def test_other_sources_are_refused(make, tiny_models, model):
     damaged = model()
     config = json.loads((damaged / "config.json").read_text())
     for change, line in (
-        ({"hidden_act": "gelu"}, "computes silu, the source 'gelu'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "RoPE is 'linear' already"),
+        ({"hidden_act": "gelu"}, "uses silu, the source 'gelu'"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "RoPE is 'linear'; --yarn needs unscaled RoPE",
+        ),
         ({"intermediate_size": 40}, "40 inputs does not fit"),
         ({"max_position_embeddings": 100}, "more than 128 positions"),
     ):
@@ -276,8 +281,8 @@ def test_smollm2_keeps_its_logits(smollm2, make):
     """Real weights, real text, four experts: 1e-3 in fp32."""
     tokenizer = source_model.load_tokenizer(smollm2)
     ids = corpus.windows(tokenizer, corpus.EMBEDDED, 1, 128, evaluation=True).ids[0]
-    made = make("smollm2")
-    torch.testing.assert_close(logits(made, ids), logits(smollm2, ids), rtol=0, atol=1e-3)
+    checkpoint = make("smollm2")
+    torch.testing.assert_close(logits(checkpoint, ids), logits(smollm2, ids), rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -286,8 +291,8 @@ def test_smollm2_with_everything_loads_and_speaks(smollm2, make):
     from mlaforge.evaluation import perplexity
     from mlaforge.evaluation.config import EvalConfig
 
-    made = make("smollm2", windows=True, yarn=32.0, sinks=True, differ=0.02, mxfp4=True, heal=4)
+    checkpoint = make("smollm2", windows=True, yarn=32.0, sinks=True, differ=0.02, mxfp4=True, heal=4)
     config = EvalConfig(windows=2, seqlen=512, dtype="float32", device="cpu")
-    original, found = (perplexity.run(str(model), None, config).metrics["ppl"] for model in (smollm2, made))
+    original, measured = (perplexity.run(str(model), None, config).metrics["ppl"] for model in (smollm2, checkpoint))
     # Measured: 2.8 after four steps; a model that speaks at random has a perplexity of 49,152.
-    assert found < 4 * original
+    assert measured < 4 * original

@@ -13,18 +13,18 @@ from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 
 HEADS = sorted(demo_model.HEADS.iterdir())
-JUDGED = Path(__file__).parents[3] / "shared" / "data" / "prompts" / "mt_bench.jsonl"
+EVAL_TEXTS = Path(__file__).parents[3] / "shared" / "data" / "prompts" / "mt_bench.jsonl"
 NUM_LAYERS, TOKENS = 30, 49152
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
-def test_a_head_is_small_whole_and_may_be_judged(folder):
+def test_heads_are_small_complete_and_may_be_evaluated(folder):
     assert sum(path.stat().st_size for path in folder.iterdir()) < 12e6
     head = read_head(folder, NUM_LAYERS)
     assert head.config.layer.vocab_size == TOKENS and head.config.sliding_window
-    if not JUDGED.is_file():
+    if not EVAL_TEXTS.is_file():
         pytest.skip("shared/data is not beside this checkout")
-    assert dataset.check_unseen(folder, [{"path": str(JUDGED), "sha256": sha256(JUDGED)}]) == ""
+    assert dataset.check_unseen(folder, [{"path": str(EVAL_TEXTS), "sha256": sha256(EVAL_TEXTS)}]) == ""
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)

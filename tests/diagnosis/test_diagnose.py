@@ -101,6 +101,17 @@ def test_page_is_self_contained_and_shows_every_verdict(diagnosed, tmp_path):
     assert (tmp_path / "diagnosis.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_page_without_matplotlib_has_verdicts_and_logs_the_missing_plots(diagnosed, tmp_path, monkeypatch, capsys):
+    document = read_diagnosis(diagnosed("llama"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    capsys.readouterr()
+    draw(tmp_path, document)
+    assert [path.name for path in tmp_path.iterdir()] == ["diagnosis.html"]
+    assert document["summary"]["sinks"]["text"] in Page((tmp_path / "diagnosis.html").read_text()).text
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "diagnosis.png and the plots of diagnosis.html are left out: pip install '.[report]'" in line
+
+
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
 def test_convert_uses_the_plan_and_predicts_the_same_loss(
     layout, diagnosed, tiny_models, calibration_file, evaluation_file, tmp_path

@@ -95,7 +95,7 @@ def test_minimum_cache_must_fit_beside_weights(tiny_models, free):
 def test_rejects_cache_bytes_that_do_not_fit(tiny_models, free):
     model = tiny_models["llama"]
     free(weights_of(model) + (1 << 20))
-    with pytest.raises(UserError, match=f"{1 << 20:,} of the [0-9,]+ that are free on this cpu are left"):
+    with pytest.raises(UserError, match=f"{1 << 20:,} of the [0-9,]+ that are free on this cpu remain"):
         make(model, cache_bytes=1 << 21)
     # No more is taken than so many contexts can use.
     with pytest.raises(AssertionError, match="it is loaded"):

@@ -112,7 +112,7 @@ def everything(monkeypatch):
         seen.append(token_selection.keys_at(keys, found[0][0, : counts[0]].long()).clone())
         return found
 
-    monkeypatch.setattr(CacheView, "reads", counts)
+    monkeypatch.setattr(CacheView, "selected_counts", counts)
     monkeypatch.setattr(token_selection.TokenIndex, "choose", watched)
     return seen
 
@@ -275,7 +275,7 @@ def test_index_and_key_bytes_are_counted(sparse):
 
 
 def test_rejects_unquantized_blocks_of_sparse_models(sparse):
-    with pytest.raises(UserError, match="int4 keeps whole blocks, of which no selection is read"):
+    with pytest.raises(UserError, match="int4 keeps unquantized blocks, which sparse attention cannot select from"):
         engine(sparse("llama", "gqa"), kv_cache_dtype="int4")
     with pytest.raises(UserError, match="a multiple of 16"):
         engine(sparse("llama", "gqa"), block_size=8)

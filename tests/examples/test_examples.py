@@ -34,7 +34,7 @@ def model(tiny_models):
     return tiny_models["llama"]
 
 
-def test_each_is_short_and_tested():
+def test_examples_are_short_and_tested():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert names == {"convert_and_serve", "calibrate_on_your_text", "heal", "draft", "generate_with_vllm"}
     for path in EXAMPLES.glob("*.py"):

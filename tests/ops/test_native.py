@@ -35,7 +35,7 @@ def test_linear(compiled, N, M, half, with_bias, with_plus, seed):
 def test_sums_in_fp32(compiled):
     torch.manual_seed(0)
     x, w, b, plus = (torch.randn(*shape).bfloat16() for shape in ((5, 96), (33, 96), (33,), (5, 33)))
-    actual = compiled.linear(x, pack(w), 33, b, plus, wide=True)
+    actual = compiled.linear(x, pack(w), 33, b, plus, fp32_out=True)
     assert actual.dtype == torch.float32
     assert torch.equal(actual.bfloat16(), compiled.linear(x, pack(w), 33, b, plus))
     torch.testing.assert_close(actual.double(), x.double() @ w.double().T + b + plus, rtol=1e-5, atol=1e-4)

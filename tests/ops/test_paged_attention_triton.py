@@ -138,7 +138,7 @@ def test_rows_that_fit_no_tile_name_the_shared_memory(monkeypatch):
     assert kernels.supports(q, rows, rows[..., :512]) is True
     monkeypatch.setattr(kernels, "gpu_properties", lambda device: gpu)
     assert kernels.supports(q, rows, rows[..., :512]) == (
-        "rows of 576 and 512 numbers do not fit into 48 KiB of shared memory"
+        "rows of 576 and 512 elements do not fit into 48 KiB of shared memory"
     )
 
 

@@ -1,4 +1,4 @@
-"""What `bench` and `gate` measured, in the report: read, drawn, and the settings and deviations that follow."""
+"""Results of `bench` and `gate` in the report: reading, plots, recommended settings and deviations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from support.recorded import case, gates, kernels, put, scenario
 
 
 def settings(folder: Path, *cases: dict[str, Any], **changes: Any) -> dict[str, list[tuple[str, str]]]:
-    """setting -> (where, value) of what is recommended after these cases."""
+    """setting -> (where, value) of the recommendations from these cases."""
     put(folder, single=scenario(list(cases), **changes))
     return {s["setting"]: [(row["where"], row["value"]) for row in s["found"]] for s in summarise(folder)["settings"]}
 
 
-def told(folder: Path) -> str:
+def deviations(folder: Path) -> str:
     return "\n".join(f"{d['where']}: {d['what']}" for d in summarise(folder)["deviations"])
 
 
@@ -32,23 +32,23 @@ def test_intervals_are_students(n: int, quantile: float) -> None:
     assert interval(5.0, 2.0, 3) is None
 
 
-def test_a_perplexity_ratio_has_its_interval(tmp_path: Path) -> None:
-    made = recorded.conversion("latent", 1.05)
-    made.metrics |= {"log_ratio_stderr": 0.01, "windows": 8}
-    recorded.save(made, tmp_path / "a")
-    found = summarise(tmp_path)["conversions"][0]["ratio_interval"]
-    assert found == [pytest.approx(1.05 * 2.718281828 ** (0.01 * sign * 2.3646), rel=1e-4) for sign in (-1, 1)]
+def test_perplexity_ratio_has_an_interval(tmp_path: Path) -> None:
+    conversion = recorded.conversion("latent", 1.05)
+    conversion.metrics |= {"log_ratio_stderr": 0.01, "windows": 8}
+    recorded.save(conversion, tmp_path / "a")
+    ends = summarise(tmp_path)["conversions"][0]["ratio_interval"]
+    assert ends == [pytest.approx(1.05 * 2.718281828 ** (0.01 * sign * 2.3646), rel=1e-4) for sign in (-1, 1)]
 
 
-def test_a_conversion_measures_what_the_interval_needs(converted: Any) -> None:
-    """`convert` itself: the standard error is that of the windows' differences, smaller than of the windows."""
+def test_convert_records_the_standard_error_of_the_ratio(converted: Any) -> None:
+    """The standard error is that of the windows' differences, smaller than that of the windows."""
     out = converted("llama", "latent")
-    found = summarise(out)["conversions"][0]
-    assert found["metrics"]["windows"] == 4 and 0 < found["metrics"]["log_ratio_stderr"] < 1
-    assert found["ratio_interval"][0] < found["metrics"]["ratio"] < found["ratio_interval"][1]
+    conversion = summarise(out)["conversions"][0]
+    assert conversion["metrics"]["windows"] == 4 and 0 < conversion["metrics"]["log_ratio_stderr"] < 1
+    assert conversion["ratio_interval"][0] < conversion["metrics"]["ratio"] < conversion["ratio_interval"][1]
 
 
-def test_everything_is_shown(tmp_path: Path) -> None:
+def test_page_shows_all_results(tmp_path: Path) -> None:
     put(tmp_path, single=scenario(recorded.cases()), gates=gates(), kernels=kernels())
     write_report(tmp_path, tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
@@ -56,7 +56,7 @@ def test_everything_is_shown(tmp_path: Path) -> None:
     assert page.count("<svg") == 6
     for text in (
         "Throughput against context, batch 1", "Throughput against batch, context 512", "Acceptance by position",
-        "Throughput against drafted tokens, 4,096 tokens × 1", "Peak memory", "Kernels under the roof", "rooflines",
+        "Throughput against drafted tokens, 4,096 tokens × 1", "Peak memory", "Kernels under the roofline", "rooflines",
         "✓ pass", "✗ fail", "– missing", "micro gates green 2 times in a row of 3", "15 GB/s, 60 GFLOP/s",
         "does not fit: the cache holds 4,096 of 8,320 tokens; change --cache-fraction 0.9", "58.8 – 61.2",
     ):  # fmt: skip
@@ -65,8 +65,8 @@ def test_everything_is_shown(tmp_path: Path) -> None:
     assert numbers["results"]["scenario"][0]["cases"][0]["tokens_per_second"]["median"] == 60.0
 
 
-def test_partial_verification_is_told_apart(tmp_path: Path) -> None:
-    """By its share of kept tokens beside the acceptance length, and as a series of its own in every drawing."""
+def test_partial_verification_is_a_separate_series(tmp_path: Path) -> None:
+    """With its share of retained tokens next to the acceptance length, and a separate line in every plot."""
     by_context = [
         case("m", "gqa", context, speed, drafts, **changes)
         for context in (512, 4096)
@@ -75,13 +75,18 @@ def test_partial_verification_is_told_apart(tmp_path: Path) -> None:
     put(tmp_path, single=scenario(by_context, name="large-context"))
     write_report(tmp_path, tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
-    for text in ("62 % kept", "ngram, specpv", "3 by ngram, specpv", "a part of the cache judges drafted tokens first"):
+    for text in (
+        "62 % kept",
+        "ngram, specpv",
+        "3 by ngram, specpv",
+        "drafted tokens are verified with a part of the cache first",
+    ):
         assert text in page, text
     assert page.count("62 % kept") == 2 and page.count("MiB read<") == 2
     recommended = next(s for s in summarise(tmp_path)["settings"] if s["setting"] == "drafts")["found"]
     assert {row["value"] for row in recommended} == {"3, specpv"}
     assert "3, specpv: 90.0, 3: 70.0, 2: 60.0, 0: 50.0 tokens/s" in recommended[0]["because"]
-    # Where it makes no difference, the simpler way.
+    # Full verification if there is no difference.
     assert settings(tmp_path, *by_context[:3], case("m", "gqa", 512, 70.5, 3, specpv="lossless"))["drafts"] == [
         ("test machine, m, 512 tokens × 1", "3")
     ]
@@ -90,7 +95,7 @@ def test_partial_verification_is_told_apart(tmp_path: Path) -> None:
     assert "specpv" not in (tmp_path / "r.html").read_text()
 
 
-def test_only_the_last_run_of_each_counts(tmp_path: Path) -> None:
+def test_only_the_latest_run_of_each_scenario_counts(tmp_path: Path) -> None:
     slow, fast = (
         [case("m", "gqa", 512, speed, drafts) for speed, drafts in ((10.0, 0), (5.0, 3))],
         case("m", "gqa", 512, 30.0, 3),
@@ -107,22 +112,22 @@ def test_only_the_last_run_of_each_counts(tmp_path: Path) -> None:
     assert next(s for s in report["settings"] if s["setting"] == "drafts")["found"][0]["value"] == "3"
 
 
-def test_the_cache_is_as_small_as_the_upper_end_allows(tmp_path: Path) -> None:
-    # 1.045 with an interval that reaches beyond 1.05 is refused; without one, the value itself counts.
+def test_recommends_the_smallest_cache_within_the_upper_end(tmp_path: Path) -> None:
+    # 1.045 with an interval beyond 1.05 is rejected; without an interval the value itself counts.
     for name, ratio, cached, error in (("a", 1.02, 0.6, 0.001), ("b", 1.045, 0.5, 0.01), ("c", 1.2, 0.3, 0.001)):
-        made = recorded.conversion("latent", ratio)
-        made.metrics |= {"log_ratio_stderr": error, "windows": 8}
-        made.metrics["cache"]["fraction"] = cached
-        recorded.save(made, tmp_path / name)
+        conversion = recorded.conversion("latent", ratio)
+        conversion.metrics |= {"log_ratio_stderr": error, "windows": 8}
+        conversion.metrics["cache"]["fraction"] = cached
+        recorded.save(conversion, tmp_path / name)
     assert settings(tmp_path)["cache"] == [("Tiny-135M, latent", "60 %")]
     bare = recorded.conversion("latent", 1.045)
     bare.metrics["cache"]["fraction"] = 0.4
     recorded.save(bare, tmp_path / "d")
     assert settings(tmp_path)["cache"] == [("Tiny-135M, latent", "40 %")]
-    assert "d: the perplexity ratio has no confidence interval" in told(tmp_path)
+    assert "d: the perplexity ratio has no confidence interval" in deviations(tmp_path)
 
 
-def test_the_fewest_drafts_of_those_that_cannot_be_told_apart(tmp_path: Path) -> None:
+def test_recommends_the_fewest_drafts_among_overlapping_ones(tmp_path: Path) -> None:
     where = "test machine, m, 512 tokens × 1"
     plain = case("m", "gqa", 512, 50.0)
     assert settings(tmp_path, plain, case("m", "gqa", 512, 60.0, 2), case("m", "gqa", 512, 61.0, 4))["drafts"] == [
@@ -134,26 +139,26 @@ def test_the_fewest_drafts_of_those_that_cannot_be_told_apart(tmp_path: Path) ->
     assert settings(tmp_path, plain, case("m", "gqa", 512, 51.0, 2))["drafts"] == [(where, "0")]
 
 
-def test_oracles_and_imports_decide_nothing(tmp_path: Path) -> None:
+def test_oracles_and_imports_are_ignored(tmp_path: Path) -> None:
     elsewhere = {"file": "x.json", "device": "another machine", "commit": "1", "time": "now"}
-    found = settings(
+    recommended = settings(
         tmp_path, case("m", "gqa", 512, 50.0), case("m", "gqa", 512, 150.0, 4, draft="replay"),
         case("m", "gqa", 512, 250.0, 2, imported=elsewhere), case("m", "gqa", 512, 250.0, 3, engine="peer"),
     )  # fmt: skip
-    assert found["drafts"] == []
-    text = told(tmp_path)
-    assert "a ceiling of any drafter, never a claim" in text and "imported, measured on another machine" in text
+    assert recommended["drafts"] == []
+    text = deviations(tmp_path)
+    assert "an upper bound of any drafter, not a claim" in text and "imported, measured on another machine" in text
 
 
-def test_when_to_use_which_layout(tmp_path: Path) -> None:
-    found = settings(
+def test_recommended_layout_by_context(tmp_path: Path) -> None:
+    recommended = settings(
         tmp_path,
         case("big", "gqa", 512, 60.0), case("small", "latent", 512, 50.0),
         case("big", "gqa", 8192, 30.0), case("small", "latent", 8192, 40.0),
-        # Alike within the repetitions: the one that caches less.
+        # Overlapping repetitions: the smaller cache.
         case("big", "gqa", 2048, 45.5), case("small", "latent", 2048, 45.0),
     )  # fmt: skip
-    assert found["layout"] == [
+    assert recommended["layout"] == [
         ("test machine, 512 tokens × 1", "gqa (big)"), ("test machine, 8,192 tokens × 1", "latent (small)"),
         ("test machine, 2,048 tokens × 1", "latent (small)"),
     ]  # fmt: skip
@@ -161,17 +166,17 @@ def test_when_to_use_which_layout(tmp_path: Path) -> None:
 
 def test_batch_and_context(tmp_path: Path) -> None:
     limit = {"what": "no room", "change": "--cache-fraction 0.9"}
-    found = settings(
+    recommended = settings(
         tmp_path,
         *(case("m", "gqa", 512, speed, batch=batch) for batch, speed in ((1, 50.0), (4, 96.0), (16, 100.0))),
         case("m", "gqa", 4096, 1.0, status="capacity", limit=limit, tokens_per_second=None),
     )  # fmt: skip
-    assert found["batch"] == [("test machine, m, 512 tokens", "4")]
-    assert ("test machine, m, batch 1, cache fraction 0.75", "512 tokens") in found["context"]
-    assert "4096x1 k0: no room; --cache-fraction 0.9" in told(tmp_path)
+    assert recommended["batch"] == [("test machine, m, 512 tokens", "4")]
+    assert ("test machine, m, batch 1, cache fraction 0.75", "512 tokens") in recommended["context"]
+    assert "4096x1 k0: no room; --cache-fraction 0.9" in deviations(tmp_path)
 
 
-def test_what_was_not_measured_is_not_recommended(tmp_path: Path) -> None:
+def test_settings_without_measurements_name_the_command(tmp_path: Path) -> None:
     put(tmp_path, single=scenario([]))
     for setting in summarise(tmp_path)["settings"]:
         assert setting["found"] == [] and setting["command"] == COMMANDS[setting["setting"]]
@@ -189,32 +194,32 @@ def test_deviations(tmp_path: Path) -> None:
         case("c", "gqa", 512, 1.0, distinct_4_grams=0.1), case("d", "gqa", 512, 1.0),
     ]  # fmt: skip
     put(tmp_path, single=scenario(cases, perf=perf, dirty=True, forced=True), gates=gates(device="other machine"))
-    found = told(tmp_path)
-    for text in (
-        "a gqa 512x1 k0: the cache held 200 B, planned were 100 B", "b gqa 512x1 k0: 1.30 of the roofline",
+    text = deviations(tmp_path)
+    for expected in (
+        "a gqa 512x1 k0: the cache used 200 B, planned were 100 B", "b gqa 512x1 k0: 1.30 of the roofline",
         "c gqa 512x1 k0: only 10 % of the answers", "invariant deterministic: 2 of 3 differ", "was forced",
         "1 results were measured with uncommitted changes", "several devices: other machine, test machine",
         "gate much faster: fail", "gate unseen: missing", "micro gates green 2 times in a row, 3 are needed",
     ):  # fmt: skip
-        assert text in found, text
-    assert "d gqa" not in found and "cache_integrity" not in found and "gate faster" not in found
+        assert expected in text, expected
+    assert "d gqa" not in text and "cache_integrity" not in text and "gate faster" not in text
 
 
 @pytest.mark.parametrize(
     "body",
     ["", "[]", '{"kind": "scenario"', '{"kind": "scenario", "schema": 2}', '{"kind": "else", "schema": 1}', "\x00"],
 )
-def test_files_that_are_no_results(tmp_path: Path, body: str) -> None:
+def test_files_that_are_not_results_are_unreadable(tmp_path: Path, body: str) -> None:
     put(tmp_path, single=scenario([]))
     (tmp_path / "results" / "20260830-120000" / "odd.json").write_text(body)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "config.json").write_text("{")
-    made = write_report(tmp_path, tmp_path / "r.html")
-    assert made["unreadable"] == ["results/20260830-120000/odd.json"]
-    assert "results/20260830-120000/odd.json: cannot be read" in told(tmp_path)
+    report = write_report(tmp_path, tmp_path / "r.html")
+    assert report["unreadable"] == ["results/20260830-120000/odd.json"]
+    assert "results/20260830-120000/odd.json: cannot be read" in deviations(tmp_path)
 
 
-def test_numbers_that_are_missing_are_not_invented(tmp_path: Path) -> None:
+def test_missing_numbers_are_not_measured(tmp_path: Path) -> None:
     bare = {"kind": "scenario", "schema": 1, "cases": [{}, 3, {"status": "ok"}, {"status": "ok", "batch": True}]}
     nulls = case("m", "latent", 512, 1.0, **dict.fromkeys(("speedup", "cache", "roofline", "peak_memory")))
     wild = case("m", "latent", 2048, 1.0, tokens_per_second={"median": float("inf")}, ms_per_token="?")

@@ -49,23 +49,23 @@ LOOK = """() => {
 @pytest.fixture(scope="module")
 def browser() -> Any:
     api = pytest.importorskip("playwright.sync_api", reason="the extra mlaforge[browser] is not installed")
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
+    executable = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if executable is None:
         pytest.skip("there is no Chromium on this machine: apt-get install chromium")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
 
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path], calibration_file: Path) -> Path:
-    """A report of everything that a folder can hold."""
+    """A report with every part."""
     folder = tmp_path_factory.mktemp("everything")
     for name, layout, ratio in (("latent", "latent", 1.02), ("rope", "latent_rope", 1.27)):
-        made = recorded.conversion(layout, ratio)
-        made.metrics |= {"log_ratio_stderr": 0.004, "windows": 8}
-        recorded.save(made, folder / f"tiny-{name}")
+        conversion = recorded.conversion(layout, ratio)
+        conversion.metrics |= {"log_ratio_stderr": 0.004, "windows": 8}
+        recorded.save(conversion, folder / f"tiny-{name}")
     recorded.save(recorded.healing(), folder / "healed")
     recorded.save(recorded.judged(), folder / "judged")
     recorded.save(recorded.evaluation(), folder / "a-folder-with-quite-a-long-name-as-people-give-them" / "eval")
@@ -83,11 +83,11 @@ def page_file(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, P
 
 
 class Seen:
-    """A page opened in the browser, with everything that went wrong on it."""
+    """A page opened in the browser, and its errors."""
 
     def __init__(self, browser: Any, path: Path):
         self.page, self.complaints = browser.new_page(), list[str]()
-        # In ms: machines that are shared are slow, and that is no fault of the page.
+        # In ms; generous, as shared machines are slow.
         self.page.set_default_timeout(300_000)
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -96,29 +96,29 @@ class Seen:
         self.page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
 
     def turn(self, scheme: str, size: str) -> None:
-        """Shows it in a colour scheme on a screen."""
+        """Show the page in a colour scheme and screen size."""
         width, height = SIZES[size]
         self.page.emulate_media(color_scheme=scheme)
         self.page.set_viewport_size({"width": width, "height": height})
 
     def overflow(self) -> int:
-        """Pixels by which the page is wider than the screen."""
+        """Pixels by which the page exceeds the width of the screen."""
         return int(self.page.evaluate("document.documentElement.scrollWidth - innerWidth"))
 
     def blank(self) -> list[str]:
-        """Titles of the drawings without ink."""
+        """Titles of blank plots."""
         drawings = self.page.evaluate(LOOK)
         shot = Image.open(io.BytesIO(self.page.screenshot(full_page=True, scale="css"))).convert("RGB")
         return [d["title"] for d in drawings if ink(shot.crop([round(edge) for edge in d["box"]])) < INK]
 
 
 def ink(picture: Image.Image) -> float:
-    """Share of the pixels that are not of the picture's commonest colour; 0 of a picture without an area."""
+    """Share of the pixels that differ from the most common colour; 0 for an empty picture."""
     pixels = picture.width * picture.height
     return 1 - max(count for count, _ in picture.getcolors(pixels)) / pixels if pixels else 0.0
 
 
-def test_the_page_is_readable(browser: Any, page_file: Path) -> None:
+def test_page_is_readable(browser: Any, page_file: Path) -> None:
     seen = Seen(browser, page_file)
     for scheme, size in (("light", "wide"), ("light", "phone"), ("dark", "wide"), ("dark", "phone")):
         seen.turn(scheme, size)
@@ -138,7 +138,7 @@ def test_the_page_is_readable(browser: Any, page_file: Path) -> None:
     seen.page.close()
 
 
-def test_an_empty_report_is_readable(browser: Any, tmp_path: Path) -> None:
+def test_empty_report_is_readable(browser: Any, tmp_path: Path) -> None:
     write_report(tmp_path, tmp_path / "r.html")
     seen = Seen(browser, tmp_path / "r.html")
     for size in SIZES:
@@ -149,8 +149,8 @@ def test_an_empty_report_is_readable(browser: Any, tmp_path: Path) -> None:
     seen.page.close()
 
 
-def test_what_is_wrong_is_seen(browser: Any, tmp_path: Path) -> None:
-    """The checks above fail where they should."""
+def test_checks_detect_errors(browser: Any, tmp_path: Path) -> None:
+    """The checks above detect planted errors."""
     svg = '<svg class="probe" aria-label="{}" width="90" height="50">{}</svg>'
     (tmp_path / "bad.html").write_text(
         '<body style="background: white">'

@@ -1,4 +1,4 @@
-"""What goes to the hub, what never does, and that the token stays where it belongs: tried on a hub of our own."""
+"""Uploads to the hub: included and excluded files, and secrecy of the token, against a local stand-in for the hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPO = "someone/tiny-mla"
 
 
 def artifact(out: Path, stage: str, **files: Any) -> Path:
-    """A finished artifact. Files by name, with __ for a dot; of bytes, text, or tensors."""
+    """A finished artifact. files: by name with __ for a dot; bytes, text, or tensors."""
     with writing(out, Manifest(stage, {}, {}, environment=recorded.MACHINE)) as partial:
         for name, content in files.items():
             path = partial / name.replace("__", ".")
@@ -53,7 +53,7 @@ def golden(tmp_path: Path) -> Path:
     return artifact(tmp_path / "golden", "calibrate", swa__jsonl='{"text": "a"}\n', datasheet__md="# sets\n")
 
 
-def test_everything_has_its_place(model: Path, golden: Path, tmp_path: Path) -> None:
+def test_destinations_in_the_repository(model: Path, golden: Path, tmp_path: Path) -> None:
     draft = tmp_path / "head"
     draft.mkdir()
     (draft / "config.json").write_text(json.dumps({"architectures": [publish.HEAD]}))
@@ -69,11 +69,13 @@ def test_everything_has_its_place(model: Path, golden: Path, tmp_path: Path) -> 
         content = item.file.read_bytes()
         assert (item.bytes, item.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     reasons = {Path(name).name: reason for name, reason in upload.left_out.items()}
-    assert "no weights" in reasons.pop("last_step.safetensors") and "a card's own" in reasons.pop("manifest.json")
+    assert "not weights" in reasons.pop("last_step.safetensors") and "the card's manifest" in reasons.pop(
+        "manifest.json"
+    )
     assert reasons == {}
 
 
-def test_what_stays_here(model: Path) -> None:
+def test_excluded_files(model: Path) -> None:
     (model / ".cache").mkdir()
     (model / "__pycache__").mkdir()
     (model / "work.partial").mkdir()
@@ -97,18 +99,18 @@ def test_what_stays_here(model: Path) -> None:
         assert "pickle" in reasons[name]
     assert reasons[".cache"] == reasons["__pycache__"] == "hidden or a cache"
     assert reasons["work.partial"] == "unfinished" and reasons["tokenizer.json"] == "a link"
-    assert reasons["notes.md"] == "no part of the artifact"
-    assert reasons["script.py"] == reasons["run.sh"] == "no kind of file that is published"
+    assert reasons["notes.md"] == "not part of the artifact"
+    assert reasons["script.py"] == reasons["run.sh"] == "a file type that is not published"
 
 
-def test_refusals(model: Path, golden: Path, tmp_path: Path) -> None:
+def test_rejects_invalid_folders(model: Path, golden: Path, tmp_path: Path) -> None:
     for repo in ("tiny", "a/b/c", "some one/x", "someone/", "-/x"):
         with pytest.raises(UserError, match="OWNER/NAME"):
             publish.pack([model], repo)
     with pytest.raises(UserError, match="does not exist"):
         publish.pack([tmp_path / "nowhere"], REPO)
     (tmp_path / "mine").mkdir()
-    with pytest.raises(UserError, match="not made by mlaforge"):
+    with pytest.raises(UserError, match="not an artifact of mlaforge"):
         publish.pack([tmp_path / "mine"], REPO)
     with pytest.raises(UserError, match="a result of eval"):
         publish.pack([artifact(tmp_path / "eval", "eval")], REPO)
@@ -117,31 +119,31 @@ def test_refusals(model: Path, golden: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="unfinished"):
         publish.pack([Path(golden.rename(tmp_path / ".golden.partial"))], REPO)
     (model / "config.json").unlink()
-    with pytest.raises(UserError, match="is gone"):
+    with pytest.raises(UserError, match="is missing"):
         publish.pack([model], REPO)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04pickle", pickle.dumps(["x"]), b"\xff" * 64])
-def test_weights_are_what_they_say(model: Path, content: bytes) -> None:
+def test_rejects_weights_of_another_format(model: Path, content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match="not safetensors"):
         publish.pack([model], REPO)
 
 
-def test_a_file_with_a_token_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_files_with_a_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (model / "config.json").write_text(json.dumps({"note": TOKEN}))
-    with pytest.raises(UserError, match="holds a token") as refused:
+    with pytest.raises(UserError, match="contains a hub token") as refused:
         publish.pack([model], REPO)
     assert TOKEN not in str(refused.value)
-    # One's own may look otherwise.
+    # The user's token may have another form.
     monkeypatch.setenv("HF_TOKEN", "another-kind-of-token")
     (model / "config.json").write_text('{"note": "another-kind-of-token"}')
-    with pytest.raises(UserError, match="holds a token"):
+    with pytest.raises(UserError, match="contains a hub token"):
         publish.pack([model], REPO)
 
 
 class Hub:
-    """As much of the hub's HTTP as a commit takes. `refuse`: the path that answers 403, quoting the token."""
+    """The part of the hub's HTTP API that a commit uses. refuse: path that answers 403, quoting the token."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, str, bytes]] = []
@@ -189,8 +191,8 @@ class Hub:
             mode = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in names}
             return {"files": [{"path": n, "uploadMode": mode[n], "shouldIgnore": False, "oid": None} for n in names]}
         if path.endswith("/objects/batch"):
-            wanted = json.loads(body)["objects"]
-            put = [{**o, "actions": {"upload": {"href": f"{self.url}/lfs/{o['oid']}", "header": {}}}} for o in wanted]
+            objects = json.loads(body)["objects"]
+            put = [{**o, "actions": {"upload": {"href": f"{self.url}/lfs/{o['oid']}", "header": {}}}} for o in objects]
             return {"transfer": "basic", "objects": put}
         if path.startswith("/lfs/"):
             self.objects[path.removeprefix("/lfs/")] = body
@@ -225,18 +227,18 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 def unseen(tmp_path: Path, *texts: str) -> None:
-    """The token is in none of the texts and in no file."""
+    """Assert that the token is in none of the texts and files."""
     assert not any(TOKEN in text for text in texts)
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and TOKEN.encode() in p.read_bytes()]
 
 
-def test_without_push_nothing_is_sent(cli: Callable[..., Any], model: Path, hub: Hub, tmp_path: Path) -> None:
+def test_dry_run_uploads_nothing(cli: Callable[..., Any], model: Path, hub: Hub, tmp_path: Path) -> None:
     done = cli("publish", model, "--repo", REPO)
     assert done.exit_code == 0, done.stderr
     assert hub.requests == []
     sha = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()
     assert f"{sha}               2  config.json" in done.stdout and "left out: " in done.stdout
-    assert "no model card" in done.stdout and "--push sends them" in done.stdout
+    assert "no model card" in done.stdout and "--push uploads them" in done.stdout
     unseen(tmp_path, done.stdout, done.stderr)
     listing = json.loads(cli("publish", model, "--repo", REPO, "--json").stdout)
     assert listing["repo"] == REPO and listing["files"][0]["path"] == "LICENSE" and len(listing["left_out"]) == 1
@@ -251,24 +253,24 @@ def test_push(cli: Callable[..., Any], model: Path, golden: Path, hub: Hub, tmp_
     assert hub.files == shipped and len(shipped) == 8
     created = json.loads(next(body for _, path, _, body in hub.requests if path == "/api/repos/create"))
     assert created.get("private") is True or created.get("visibility") == "private"
-    # One commit; the token goes where it belongs, and nowhere else.
+    # One commit; the token is sent to the hub only.
     assert sum("/commit/" in path for _, path, _, _ in hub.requests) == 1
-    own = ("/api/repos/", "/api/models/", f"/{REPO}")
-    bearers = {path: bearer for _, path, bearer, _ in hub.requests if path.startswith(own)}
+    hub_paths = ("/api/repos/", "/api/models/", f"/{REPO}")
+    bearers = {path: bearer for _, path, bearer, _ in hub.requests if path.startswith(hub_paths)}
     assert len(bearers) == 4 and set(bearers.values()) == {f"Bearer {TOKEN}"}
     assert not any(TOKEN.encode() in body or TOKEN in path for _, path, _, body in hub.requests)
     unseen(tmp_path, done.stdout, done.stderr, caplog.text)
 
 
 @pytest.mark.parametrize("refuse", ["/api/repos/create", "/preupload/", "/objects/batch", "/commit/"])
-def test_a_refusal_does_not_tell_the_token(
+def test_errors_do_not_contain_the_token(
     cli: Callable[..., Any], model: Path, hub: Hub, tmp_path: Path, refuse: str
 ) -> None:
     hub.refuse = refuse
     done = cli("publish", model, "--repo", REPO, "--push")
     assert done.exit_code == 2 and hub.files == {}
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("mlaforge:")]
-    assert "the hub took nothing" in line and "Traceback" not in done.stderr
+    assert "nothing was uploaded" in line and "Traceback" not in done.stderr
     unseen(tmp_path, done.stdout, done.stderr)
     with pytest.raises(UserError) as refused:
         publish.push(publish.pack([model], REPO))
@@ -276,7 +278,7 @@ def test_a_refusal_does_not_tell_the_token(
     assert refused.value.__cause__ is None and refused.value.__context__ is None
 
 
-def test_no_token(model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requires_a_token(model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(UserError, match="set HF_TOKEN"):

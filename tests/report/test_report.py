@@ -1,4 +1,4 @@
-"""The report: everything the manifests say and nothing else, in a page that needs no other file."""
+"""The report: all numbers of the manifests and no others, in a self-contained page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.recorded import MACHINE, conversion, evaluation, healing, save, tal
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A page of all stages, both layouts, and what was returned."""
+    """A page of all stages and both layouts, and the returned numbers."""
     folder = tmp_path_factory.mktemp("runs")
     save(conversion(), folder / "deep" / "tiny-latent")
     save(conversion("latent_rope", 1.2716), folder / "tiny-rope")
@@ -37,7 +37,7 @@ def page(written: tuple[Path, dict[str, Any]]) -> Page:
     return Page(written[0].read_text(encoding="utf-8"))
 
 
-def test_page_needs_nothing_else(written: tuple[Path, dict[str, Any]], page: Page) -> None:
+def test_page_is_self_contained(written: tuple[Path, dict[str, Any]], page: Page) -> None:
     html = written[0].read_text(encoding="utf-8")
     assert "http://" not in html and "https://" not in html
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
@@ -46,7 +46,7 @@ def test_page_needs_nothing_else(written: tuple[Path, dict[str, Any]], page: Pag
 
 
 def test_drawings(written: tuple[Path, dict[str, Any]], page: Page) -> None:
-    # Three of all conversions, four of each: cached numbers, spectrum, predicted loss, wall time.
+    # Three of all conversions, four of each: cached elements, spectrum, predicted loss, wall time.
     assert len(page.paths) == 3 + 4 * 2
     assert min(page.paths) > 3
     assert len(set(page.ids)) == len(page.ids), "two drawings share an id, so one would use the other's parts"
@@ -58,7 +58,7 @@ def test_drawings_follow_the_theme(written: tuple[Path, dict[str, Any]]) -> None
     assert "prefers-color-scheme: dark" in html
     for name in re.findall(r"var\((--\w+)\)", html):
         assert html.count(f"{name}:") == 2, f"{name} is not set once for light and once for dark"
-    assert not re.search("#0000[01][1-9a-f]", html), "a role's stand-in colour was left in a drawing"
+    assert not re.search("#0000[01][1-9a-f]", html), "a placeholder colour was left in a plot"
 
 
 def test_numbers_of_the_manifests_are_shown(page: Page) -> None:
@@ -73,9 +73,9 @@ def test_numbers_of_the_manifests_are_shown(page: Page) -> None:
 
 
 def test_verdict_names_each_layout(written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    kept = [shown(c["metrics"]["cache"]["fraction"], "percent") for c in written[1]["conversions"]]
+    shares = [shown(c["metrics"]["cache"]["fraction"], "percent") for c in written[1]["conversions"]]
     assert written[1]["verdict"] == (
-        f"latent: {kept[0]} of the cache, perplexity ×1.021; latent_rope: {kept[1]} of the cache, perplexity ×1.272"
+        f"latent: {shares[0]} of the cache, perplexity ×1.021; latent_rope: {shares[1]} of the cache, perplexity ×1.272"
     )
     alone = conversion()
     alone.metrics["cache"]["fraction"] = 0.5
@@ -83,29 +83,29 @@ def test_verdict_names_each_layout(written: tuple[Path, dict[str, Any]], tmp_pat
     assert write_report(tmp_path, tmp_path / "r.html")["verdict"] == "50 % of the cache, perplexity ×1.021"
 
 
-def test_json_holds_the_same_numbers(written: tuple[Path, dict[str, Any]]) -> None:
+def test_json_has_the_same_numbers(written: tuple[Path, dict[str, Any]]) -> None:
     out, returned = written
     assert json.loads(out.with_suffix(".json").read_text(encoding="utf-8")) == returned
-    made = {c["name"]: c for c in returned["conversions"]}
-    for name, wanted in (
+    conversions = {c["name"]: c for c in returned["conversions"]}
+    for name, manifest in (
         ("deep/tiny-latent", conversion()), ("tiny-rope", conversion("latent_rope", 1.2716)),
     ):  # fmt: skip
         for section in ("config", "inputs", "metrics", "seconds"):
-            assert made[name][section] == getattr(wanted, section)
-        assert made[name]["fingerprint"] == wanted.fingerprint
+            assert conversions[name][section] == getattr(manifest, section)
+        assert conversions[name]["fingerprint"] == manifest.fingerprint
     assert returned["evaluations"][0]["metrics"] == evaluation().metrics
     assert [a["stage"] for a in returned["artifacts"]] == ["gguf", "convert", "eval", "generate", "convert"]
     assert not {"convert", "eval", "generate"} & set(returned["missing"])
 
 
 def test_window_bounds_the_cache_of_a_sequence(written: tuple[Path, dict[str, Any]]) -> None:
-    # 384 numbers of 2 bytes in four layers, of which layer 0 sees 128 tokens; the latents are 104, 112, 120.
+    # 384 elements of 2 bytes in four layers, layer 0 with a window of 128 tokens; the latents are 104, 112, 120.
     context = written[1]["conversions"][0]["context_bytes"]["8K"]
     assert context == {"gqa": 2 * 384 * (128 + 3 * 8192), "mla": 2 * (384 * 128 + (104 + 112 + 120) * 8192)}
 
 
-def test_coded_rows_are_shown_by_their_bits(tmp_path: Path) -> None:
-    """Layer 0 slides and stays GQA in bf16: bytes are each layer's own."""
+def test_coded_rows_are_shown_with_their_bits(tmp_path: Path) -> None:
+    """Layer 0 slides and stays GQA in bf16, so bytes differ by layer."""
     manifest = conversion()
     manifest.config |= {"bits": 2.5}
     for layer in manifest.metrics["layers"][1:]:
@@ -118,25 +118,25 @@ def test_coded_rows_are_shown_by_their_bits(tmp_path: Path) -> None:
     assert coded["context_bytes"]["8K"]["mla"] == 8192 * rows[0] + 128 * rows[1]
     assert coded["bits"] == pytest.approx(8 * rows[0] / (3 * 384)) and plain["bits"] is None
     page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
-    assert f"{shown(coded['bits'], 'small')} bits" in page.text and page.text.count("Bits of every number") == 1
+    assert f"{shown(coded['bits'], 'small')} bits" in page.text and page.text.count("Bits per coordinate") == 1
     assert "50 %" in page.text, "the other's budget"
 
 
-def test_a_rank_is_shown_by_what_it_keeps(tmp_path: Path) -> None:
-    """Manifests tell the budget that would have held, had no rank been asked for."""
+def test_requested_rank_is_shown_as_a_share_of_the_cache(tmp_path: Path) -> None:
+    """Manifests record the default budget even if a rank was requested."""
     manifest = conversion()
     manifest.config |= {"kv_lora_rank": 104}
     save(manifest, tmp_path / "a")
     (only,) = write_report(tmp_path, tmp_path / "r.html")["conversions"]
     rows = [layer for layer in manifest.metrics["layers"] if layer["layout"] != "gqa"]
-    kept = sum(row["cached"] for row in rows) / sum(row["gqa_cached"] for row in rows)
-    assert only["kept"] == pytest.approx(kept)
+    share = sum(row["cached"] for row in rows) / sum(row["gqa_cached"] for row in rows)
+    assert only["kept"] == pytest.approx(share)
     text = Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
-    assert f"{shown(kept, 'percent')} of the cache" in text and "50 % of the cache" not in text
+    assert f"{shown(share, 'percent')} of the cache" in text and "50 % of the cache" not in text
 
 
-def test_layout_is_what_was_made(tmp_path: Path) -> None:
-    # TransMLA's options mean latent_rope while `layout` keeps its default.
+def test_layout_is_read_from_the_layers(tmp_path: Path) -> None:
+    # TransMLA's options imply latent_rope while `layout` has its default.
     manifest = conversion("latent_rope")
     manifest.config["layout"] = "latent"
     save(manifest, tmp_path / "a")
@@ -165,35 +165,35 @@ def test_text_is_escaped(written: tuple[Path, dict[str, Any]], page: Page, tmp_p
         ((), 0),
     ],
 )
-def test_texts_part_at_a_word(texts: tuple[str, ...], shared: int, tmp_path: Path) -> None:
+def test_common_prefix_ends_at_a_word(texts: tuple[str, ...], shared: int, tmp_path: Path) -> None:
     save(talk(*texts), tmp_path / "talk")
-    made = write_report(tmp_path, tmp_path / "r.html")["generations"][0]
-    assert made["shared"] == shared
+    numbers = write_report(tmp_path, tmp_path / "r.html")["generations"][0]
+    assert numbers["shared"] == shared
     html = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert html.count("<mark>") == sum(len(text) > shared for text in texts)
 
 
 def test_empty_folder_names_what_is_missing(tmp_path: Path) -> None:
-    made = write_report(tmp_path, tmp_path / "r.html")
+    numbers = write_report(tmp_path, tmp_path / "r.html")
     text = Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
-    assert set(made["missing"]) == set(report.PARTS)
+    assert set(numbers["missing"]) == set(report.PARTS)
     for what, command in report.PARTS.values():
         assert what in text and command in text
-    assert made["conversions"] == made["artifacts"] == []
+    assert numbers["conversions"] == numbers["artifacts"] == []
 
 
-def test_a_setting_that_nothing_decides_is_a_line_at_the_end(written: tuple[Path, dict[str, Any]]) -> None:
+def test_undecided_settings_are_listed_at_the_end(written: tuple[Path, dict[str, Any]]) -> None:
     out, report = written
     text = out.read_text()
     undecided = [setting for setting in report["settings"] if not setting["found"]]
     assert undecided and len(undecided) < len(report["settings"])
-    begins = text.index("<h2>Not here</h2>")
+    begins = text.index("<h2>Not measured</h2>")
     for setting in undecided:
         assert text.count(f"recommended {setting['setting']}<") == 1
         assert text.index(f"recommended {setting['setting']}<") > begins
 
 
-def test_what_was_not_measured_is_not_invented(tmp_path: Path) -> None:
+def test_missing_numbers_are_not_measured(tmp_path: Path) -> None:
     bare, wild = conversion(), conversion()
     bare.metrics, bare.seconds = {}, {}
     wild.metrics |= {"mla_ppl": math.inf, "ratio": math.nan, "layers": "none", "cache": None}
@@ -209,10 +209,10 @@ def test_what_was_not_measured_is_not_invented(tmp_path: Path) -> None:
     (tmp_path / "odd").mkdir()
     odd = '{"stage": "convert", "config": null, "inputs": 3, "metrics": [], "environment": null}'
     (tmp_path / "odd" / "manifest.json").write_text(odd)
-    made = write_report(tmp_path, tmp_path / "r.html")
+    numbers = write_report(tmp_path, tmp_path / "r.html")
     page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
-    assert made["unreadable"] == ["cut", "other"]
-    assert made["verdict"].startswith("latent: cache not measured, perplexity not finite")
+    assert numbers["unreadable"] == ["cut", "other"]
+    assert numbers["verdict"].startswith("latent: cache not measured, perplexity not finite")
     assert "not finite" in page.text and page.text.count("not measured") > 20
     assert "nan" not in page.text.lower().split() and "None" not in page.text
     assert len(page.paths) == 1  # the wall time of `wild` is all that can be drawn
@@ -252,7 +252,13 @@ def test_failure_leaves_the_earlier_page(tmp_path: Path, monkeypatch: pytest.Mon
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
-def test_users_mistakes(tmp_path: Path) -> None:
+def test_report_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs matplotlib: pip install"):
+        write_report(tmp_path, tmp_path / "report.html")
+
+
+def test_user_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for folder in ("nowhere", "file"):
         with pytest.raises(UserError, match="does not exist"):
@@ -292,13 +298,13 @@ def test_healings_are_drawn(tmp_path: Path) -> None:
     save(healing(), tmp_path / "a" / '"><script>x')
     save(Manifest("heal", {}, {}, metrics={"curve": ["?", {"kl": "?"}]}, environment=MACHINE), tmp_path / "b")
     save(Manifest("heal", {}, {}, metrics={"curve": 5}, environment=MACHINE), tmp_path / "c")
-    made = write_report(tmp_path, tmp_path / "r.html")
+    numbers = write_report(tmp_path, tmp_path / "r.html")
     page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
     assert len(page.paths) == 2 and "script" not in page.tags
     for text in ("Healing", "23.000", "20.500", "20.000", "321.5", "8,192", "tokens seen (millions)", "steps"):
         assert text in page.text, text
     assert {"where": 'a/"><script>x', "what": "the validation KL was best at step 2 of 3; those weights were written"} \
-        in made["deviations"]  # fmt: skip
+        in numbers["deviations"]  # fmt: skip
 
 
 def test_selections_are_drawn(tmp_path: Path) -> None:
@@ -313,23 +319,23 @@ def test_selections_are_drawn(tmp_path: Path) -> None:
     report = write_report(tmp_path, tmp_path / "report.html")
     assert [s["indexes"] for s in report["selections"]] == [1, 0]
     text = (tmp_path / "report.html").read_text()
-    assert "Sparse attention: tokens read" in text and "Sparse attention: what a layer loses" in text
+    assert "Sparse attention: tokens read" in text and "Sparse attention: loss by layer" in text
     assert text.count("a: tokens that a generated token reads") == 1 and "b: tokens that" not in text
 
 
 def test_trainings_of_heads_are_drawn(tmp_path: Path) -> None:
-    """Three drawings of a whole curve, and of another what it has."""
+    """Three plots of a complete curve, fewer of incomplete ones."""
     save(training(), tmp_path / "a" / '"><script>x')
     partly = [{"tokens": 5, "acceptance": "?", "loss": "?"}, {"tokens": 9, "acceptance_length": 1.5}, {"loss": 3}, 7]
     save(Manifest("draft train", {}, {}, metrics={"curve": partly}, environment=MACHINE), tmp_path / "b")
     save(Manifest("draft train", {}, {}, metrics={"curve": None}, environment=MACHINE), tmp_path / "c")
-    made = write_report(tmp_path, tmp_path / "r.html")
-    assert [len(figures) for figures in plots.figures(made, [])["trainings"]] == [3, 1, 0]
+    numbers = write_report(tmp_path, tmp_path / "r.html")
+    assert [len(figures) for figures in plots.figures(numbers, [])["trainings"]] == [3, 1, 0]
     page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
     assert len(page.paths) == 4 and min(page.paths) > 3 and "script" not in page.tags
     for text in (
         "Draft heads", "models/Tiny-135M", "7,654,321", "2,345", "645.5", "1.200", "1.575", "4,096",
-        "accepted, by drafted token", "tokens a step, 3 drafted",
+        "accepted, by drafted token", "tokens per step, 3 drafted",
     ):  # fmt: skip
         assert text in page.text, text
-    assert "draft train" not in made["missing"]
+    assert "draft train" not in numbers["missing"]

@@ -13,7 +13,7 @@ from support.serving import serving, until
 LARGE = b'{"prompt": "x", "max_tokens": 400, "ignore_eos": true, "logprobs": 20}'
 
 
-@pytest.mark.parametrize("said", [b"", b"POST /v1/compl", HEAD, HEAD + b"Content-Le"], ids=["", "line", "head", "half"])
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/compl", HEAD, HEAD + b"Content-Le"], ids=["", "line", "head", "half"])
 def test_an_incomplete_request_head_times_out(http_protocol, sent):
     with serving(ScriptedEngine(ByteTokenizer()), client_timeout=0.3) as served:
         for before in (b"", request()):

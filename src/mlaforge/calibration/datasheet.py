@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from mlaforge.rendering.page import can_draw
 from mlaforge.rendering.table import markdown_table
 
 JSON, MARKDOWN, PICTURE = "datasheet.json", "datasheet.md", "token_histograms.png"
@@ -40,11 +41,13 @@ def write(folder: Path, facts: dict[str, Any], sets: dict[str, list[dict[str, An
     """
     sheet = {**facts, "sets": {name: summary(records) for name, records in sets.items()}}
     (folder / JSON).write_text(json.dumps(sheet, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / MARKDOWN).write_text(_markdown(sheet), encoding="utf-8")
-    _picture(folder / PICTURE, sets)
+    with_picture = can_draw(f"the histograms of {PICTURE}")
+    (folder / MARKDOWN).write_text(_markdown(sheet, with_picture), encoding="utf-8")
+    if with_picture:
+        _picture(folder / PICTURE, sets)
 
 
-def _markdown(sheet: dict[str, Any]) -> str:
+def _markdown(sheet: dict[str, Any], with_picture: bool) -> str:
     sets = [("file", "texts", "typical", "hard", "clusters", "tokens", "tokens per text: min, median, max")]
     for name, counts in sheet["sets"].items():
         spans = ", ".join(map(str, counts["tokens_least_median_most"]))
@@ -63,7 +66,7 @@ def _markdown(sheet: dict[str, Any]) -> str:
         "Written by `mlaforge calibrate`; each line of a file is a JSON object with text, tokens (counted by "
         f"{sheet['tokenizer']['name']}), source, document, set, cluster, distance, kind and score.\n",
         markdown_table(sets),
-        f"\n![Tokens of the texts]({PICTURE})\n",
+        f"\n![Tokens of the texts]({PICTURE})\n" if with_picture else "",
         "## Sources\n",
         markdown_table(sources),
         warning,

@@ -1,7 +1,6 @@
 """Verbs: parse options, call a stage, print its result.
 
-Exit codes: 0 success; 1 a negative verdict, or an internal error (with a traceback); 2 a user error (one line on
-stderr); 130 interrupted.
+Exit codes: 0 success, 1 a negative verdict or an internal error (with a traceback), 2 a user error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ def diagnose(model: Model, config: DiagnoseConfig, out: OptionalOut = None, over
     quiet()
     print(table(stage.run(model, out, config, overwrite).metrics))
     if out is not None:
-        print(
-            f"{out}: plan.json for `mlaforge convert --plan`" + ("; diagnosis.html with plots" if config.report else "")
-        )
+        plots = "; diagnosis.html with plots" if config.report else ""
+        print(f"{out}: plan.json for `mlaforge convert --plan`{plots}")
 
 
 @verb(CalibrateConfig)

@@ -1,9 +1,8 @@
 """Token windows from text sources.
 
-The embedded text has a fixed split into calibration and evaluation documents.
-
 A source is a file (.txt and similar; .jsonl or .parquet with `text` or `messages` in each record), a folder of such
 files, the output of `calibrate`, or `embedded`: English and Python from the Python installation, available offline.
+The embedded text has a fixed split into calibration and evaluation documents.
 """
 
 from __future__ import annotations

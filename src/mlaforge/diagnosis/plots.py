@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlaforge.rendering.page import INK, MUTED, PAINT, PLOT_STYLE, bits_of, drawing, heat, jinja_page
+from mlaforge.rendering.page import INK, MUTED, PAINT, PLOT_STYLE, bits_of, can_draw, drawing, heat, jinja_page
 
 PAGE, PICTURE = "diagnosis.html", "diagnosis.png"
 QUESTIONS = {
@@ -20,10 +20,14 @@ QUESTIONS = {
 
 
 def draw(folder: Path, diagnosis: dict[str, Any]) -> None:
-    """Write the page and the PNG into `folder`. diagnosis: the content of diagnosis.json."""
-    page = jinja_page("diagnosis.html.jinja").render(diagnosis, figures=drawings(diagnosis), questions=QUESTIONS)
+    """Write the page and the PNG into `folder`, without plots if matplotlib is missing. diagnosis: the content of
+    diagnosis.json."""
+    with_plots = can_draw(f"{PICTURE} and the plots of {PAGE}")
+    figures = drawings(diagnosis) if with_plots else {part: [] for part in QUESTIONS}
+    page = jinja_page("diagnosis.html.jinja").render(diagnosis, figures=figures, questions=QUESTIONS)
     (folder / PAGE).write_text(page, encoding="utf-8")
-    _picture(folder / PICTURE, _figures(diagnosis))
+    if with_plots:
+        _picture(folder / PICTURE, _figures(diagnosis))
 
 
 def drawings(diagnosis: dict[str, Any], key: str = "") -> dict[str, list[dict[str, str]]]:

@@ -43,7 +43,7 @@ def check_config(config: EngineConfig, device: torch.device) -> EngineConfig:
     if tree and config.speculative in ("none", "ngram"):
         raise UserError(f"speculative = {config.speculative!r} drafts no trees; speculative_tree_tokens needs a head")
     if config.specpv != "off" and config.speculative == "none":
-        raise UserError(f"specpv = {config.specpv} judges drafted tokens; speculative must be ngram or a head")
+        raise UserError(f"specpv = {config.specpv} verifies drafted tokens; speculative must be ngram or a head")
     if config.specpv != "off" and cache_dtype == "int4":
         raise UserError(
             f"specpv = {config.specpv} reads tokens one by one, and kv_cache_dtype int4 packs several; use int8"

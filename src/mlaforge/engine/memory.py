@@ -69,9 +69,16 @@ def _weights(model: EngineModel, head: Eagle3Head | None, config: EngineConfig, 
     total = model.weight_bytes(format)
     if head is not None:
         total += weight_bytes(head, head_format(format, model.device), model.device)
-    if config.specpv != "off" and format == model.format and (judge := sparse_view_format(config, model)) != format:
+    if (
+        config.specpv != "off"
+        and format == model.format
+        and (sparse_view_weights := sparse_view_format(config, model)) != format
+    ):
         # It shares the embedding.
-        total += model.weight_bytes(judge) - model.spec.vocab_size * model.spec.hidden_size * model.dtype.itemsize
+        total += (
+            model.weight_bytes(sparse_view_weights)
+            - model.spec.vocab_size * model.spec.hidden_size * model.dtype.itemsize
+        )
     return total
 
 

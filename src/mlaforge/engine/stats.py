@@ -13,7 +13,7 @@ class EngineStats:
 
     `computed_tokens` counts the rows that the model has computed: the prompt tokens that were not cached, plus one per
     generated token, plus the tokens recomputed after preemptions. `weight_bytes_read` and `cache_bytes_read` are lower
-    bounds of what those rows, and those of partial steps, read (engine/execution/step_bytes.py).
+    bounds of what those rows, and those of sparse-view steps, read (engine/execution/step_bytes.py).
     """
 
     running: int = 0

@@ -1,1 +1,1 @@
-"""What pages and terminals share: HTML that needs no other file, drawings, text tables, templates."""
+"""Rendering shared by pages and terminals: self-contained HTML, plots, text tables, templates."""

@@ -1,9 +1,10 @@
-"""What mlaforge's pages have in common: numbers as people read them, drawings as inline SVG in the page's colours,
-and templates. A page is one self-contained HTML file that loads nothing and needs no script.
+"""Common parts of mlaforge's pages: number formats, plots as inline SVG in the page's colours, and templates. A page is
+one self-contained HTML file that loads no other resource and needs no script.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 import re
@@ -11,14 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mlaforge.runtime import install, log
+
 NOT_MEASURED, NOT_FINITE = "not measured", "not finite"
 
-# matplotlib knows no CSS: every role is drawn in its own colour, which the page's variable then replaces.
+# matplotlib does not support CSS: every role has a placeholder colour, which is replaced by the page's variable.
 INK, MUTED, GRID = "#000001", "#000002", "#000003"
 PAINT = {"latent": "#000011", "latent_rope": "#000012", "mixed": "#000013", "gqa": "#000014"}
 MARKERS = {"latent": "o", "latent_rope": "D", "mixed": "s", "gqa": "^"}
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", **{c: n for n, c in PAINT.items()}}
-# Text stays text (the page's font, selectable), and is no mathematics: a folder may be called a$b$c.
+# Text stays text (in the page's font, selectable), and is not parsed as mathematics: a folder may be called a$b$c.
 PLOT_STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "mlaforge", "text.parse_math": False, "font.size": 9,
     "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": MUTED, "xtick.color": MUTED,
@@ -49,7 +52,7 @@ FORMATS: dict[str, Callable[[float], str]] = {
 
 
 def shown(value: Any, form: str) -> str:
-    """A number as the page shows it: `form` names one of FORMATS; bytes are in units of 1024."""
+    """Format a number for the page. form: key of FORMATS; bytes are in units of 1024."""
     finite = number(value)
     if finite is None:
         return NOT_FINITE if value == NOT_FINITE else NOT_MEASURED
@@ -57,31 +60,31 @@ def shown(value: Any, form: str) -> str:
 
 
 def model_name(place: Any) -> str:
-    """What people call a model, of a path, a hub id, a .gguf file, or such a file dequantised in the cache."""
+    """Short name of a model from a path, a hub id, a .gguf file, or a dequantised .gguf in the cache."""
     name = str(place).rstrip("/").rpartition("/")[2].removesuffix(".gguf")
     return re.sub(r"-[0-9a-f]{12}$", "", name)
 
 
 def at(record: Any, *keys: str) -> Any:
-    """The value below nested dictionaries, None where one of them is missing or no dictionary."""
+    """Value at `keys` in nested dictionaries, None if a key is missing or a parent is not a dictionary."""
     for key in keys:
         record = record.get(key) if isinstance(record, dict) else None
     return record
 
 
 def number(record: Any, *keys: str) -> float | None:
-    """The number below nested dictionaries (or `record` itself without keys), None unless it is finite."""
+    """Finite number at `keys` in nested dictionaries (`record` itself without keys), else None."""
     value = at(record, *keys)
     usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return value if usable else None
 
 
 def interval(mean: float, stderr: float, n: int) -> tuple[float, float] | None:
-    """The 95 % confidence interval of a mean of n values by Student's t; None where there are fewer than four.
+    """95 % confidence interval of a mean of n values by Student's t; None for n < 4.
 
-    The quantile is its expansion around the normal one (Abramowitz and Stegun 26.7.5), to 1 % from n = 4 on.
+    The quantile is its expansion around the normal one (Abramowitz and Stegun 26.7.5), accurate to 1 % from n = 4 on.
     """
-    # scipy has it, for 110 MB that a report needs nothing else of; manifests hold no values by window to resample.
+    # Not from scipy, which would add 110 MB for this alone; not resampled, as manifests have no values by window.
     if n < 4:
         return None
     z, v = 1.959964, n - 1
@@ -90,17 +93,25 @@ def interval(mean: float, stderr: float, n: int) -> tuple[float, float] | None:
     return mean - t * stderr, mean + t * stderr
 
 
-def drawing(key: str, draw: Callable[[Any, Any], None], what: Any, height: float = 2.9) -> str:
-    """`draw(axes, what)` as inline SVG: its colours are the page's variables, its ids start with `key`."""
+def can_draw(pictures: str) -> bool:
+    """Whether matplotlib is installed; otherwise log which `pictures` are left out, and how to get them."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return True
+    log(f"matplotlib is missing, so {pictures} are left out: {install('report')}")
+    return False
+
+
+def drawing(key: str, draw: Callable[[Any, Any], None], data: Any, height: float = 2.9) -> str:
+    """Inline SVG of `draw(axes, data)` with the page's variables as colours. key: prefix of its ids; height: inches."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     buffer = io.StringIO()
     with rc_context(PLOT_STYLE):
-        # 5 inches are 360 units: a phone shows them 1:1, so 9 pt text is still readable there.
+        # 5 inches are 360 units, which a phone shows 1:1, so 9 pt text stays readable.
         figure = Figure(figsize=(5.0, height), dpi=144, layout="constrained")
         axes = figure.add_subplot()
-        draw(axes, what)
+        draw(axes, data)
         if axes.get_xlabel() == "layer":
             axes.locator_params(axis="x", integer=True)
         figure.savefig(buffer, format="svg", transparent=True)
@@ -112,30 +123,30 @@ def drawing(key: str, draw: Callable[[Any, Any], None], what: Any, height: float
     return svg
 
 
-def heat(ax: Any, what: dict[str, Any]) -> None:
-    """A heat map. `what`: `columns` [layers][rows], the name of the `rows`, a `label` of the colours; `low` and `high`
-    fix the colours where the scale has ends of its own, `ticks` name the rows."""
-    columns = what["columns"]
-    deep = max(map(len, columns))
-    grid = [[column[r] if r < len(column) else math.nan for column in columns] for r in range(deep)]
-    image = ax.imshow(grid, cmap="cividis", aspect="auto", origin="lower", interpolation="none", vmin=what.get("low"),
-                      vmax=what.get("high"))  # fmt: skip
-    ax.figure.colorbar(image, ax=ax, label=what["label"], pad=0.02)
-    ax.set(xlabel="layer", ylabel=what["rows"])
-    if "ticks" in what:
-        ax.set_yticks(range(deep), what["ticks"])
+def heat(ax: Any, data: dict[str, Any]) -> None:
+    """Draw a heat map. data: `columns` [layers][rows], `rows` (their name), `label` of the colours; optionally `low`
+    and `high`, the ends of the colour scale, and `ticks`, names of the rows."""
+    columns = data["columns"]
+    depth = max(map(len, columns))
+    grid = [[column[r] if r < len(column) else math.nan for column in columns] for r in range(depth)]
+    image = ax.imshow(grid, cmap="cividis", aspect="auto", origin="lower", interpolation="none", vmin=data.get("low"),
+                      vmax=data.get("high"))  # fmt: skip
+    ax.figure.colorbar(image, ax=ax, label=data["label"], pad=0.02)
+    ax.set(xlabel="layer", ylabel=data["rows"])
+    if "ticks" in data:
+        ax.set_yticks(range(depth), data["ticks"])
     else:
         ax.locator_params(axis="y", integer=True)
     ax.grid(visible=False)
 
 
 def bits_of(code: list[int]) -> list[float]:
-    """Bits of every number of a coded row, from how many have at least 1, 2, ...: a column of a heat map."""
+    """Bits of every coordinate of a coded row, from the counts with at least 1, 2, ... bits."""
     return [float(sum(count > at for count in code)) for at in range(code[0] if code else 0)]
 
 
 def logarithmic(axis: Any) -> None:
-    """An axis whose ticks are 1, 2 and 5 times powers of ten, written out: mathematics is not set in these drawings."""
+    """Make an axis logarithmic with ticks at 1, 2 and 5 times powers of ten, as plain numbers (mathtext is off)."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
@@ -145,13 +156,12 @@ def logarithmic(axis: Any) -> None:
 
 
 def plain(value: Any) -> str:
-    """Text that Markdown takes as it is: on one line, without HTML, links or table cells of its own."""
+    """Escape text for one line of Markdown: no HTML, links or table cells."""
     return re.sub(r"([\\`*|\[\]])", r"\\\1", re.sub(r"\s+", " ", str(value))).replace("<", "&lt;")
 
 
 def jinja_page(name: str) -> Any:
-    """A template of `templates/`, with this page's look at hand; everything it prints is escaped, for
-    HTML or, where it is named *.md.jinja, for a line or a table of Markdown."""
+    """Load a template of `templates/`. Its output is escaped for HTML, or for Markdown if it is named *.md.jinja."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     markdown = name.endswith(".md.jinja")

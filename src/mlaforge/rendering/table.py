@@ -1,4 +1,4 @@
-"""Tables of text: with columns of equal width for a terminal, and Markdown's."""
+"""Text tables for terminals, and Markdown tables."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def text_table(rows: Sequence[Sequence[str]], sides: str = "<") -> str:
-    """Rows of cells as lines, two spaces between columns, none at the end of a line.
+    """Format rows of cells as aligned lines, with two spaces between columns and no trailing spaces.
 
-    The first row says how many columns there are. A row may have fewer: its last cell then goes on beyond its column.
-    `sides` aligns the columns, `<` to the left or `>` to the right; its last letter is that of all further columns.
+    The first row determines the number of columns. A row may have fewer: its last cell may then exceed its column.
+    sides: alignment of the columns, `<` left or `>` right; its last letter applies to all further columns.
     """
     columns = len(rows[0])
     widths = [max(len(row[at]) for row in rows if at < len(row) - 1 or len(row) == columns) for at in range(columns)]
@@ -20,7 +20,7 @@ def text_table(rows: Sequence[Sequence[str]], sides: str = "<") -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[Any]]) -> str:
-    """The same in Markdown; the first row is the head."""
+    """Format rows of cells as a Markdown table; the first row is the header."""
     cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
     lines = ["| " + " | ".join(row) + " |" for row in cells]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])

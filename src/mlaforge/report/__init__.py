@@ -1,1 +1,1 @@
-"""What was measured, shown: the page, its drawings, recommendations, the model card, the hub."""
+"""Presentation of measurements: HTML report, plots, recommendations, model card, upload to the hub."""

@@ -1,6 +1,6 @@
-"""What `bench` and `gate` left below a folder: results/<time>/*.json, read for the report.
+"""Reader of the results of `bench` and `gate` below a folder, results/<time>/*.json, for the report.
 
-Nothing is computed here but which cases belong together. docs/bench.md says what each field means.
+It groups cases and computes nothing else. docs/bench.md describes each field.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mlaforge.rendering.page import NOT_FINITE, at, model_name, number
 KINDS = ("scenario", "kernels", "conversion", "gates")
 SCHEMA = 1
 ENGINE = "mlaforge"
-# A run's folder is named by its time.
+# Folder name of a run: its time.
 RUN = re.compile(r"\d{8}-\d{6}")
-# What makes a case another series of measurements: all but its context, its batch and its drafted tokens.
+# Keys that identify a series of measurements: all except context, batch and drafted tokens.
 SERIES = ("engine", "model", "layout", "dtype", "cache_fraction")
-# Every key of a case that the report reads: names, and what may be missing.
+# Keys of a case that the report reads: names, and optional keys.
 NAMES = ("id", "engine", "model", "layout", "dtype", "draft")
 CASE = (
     "cache_fraction", "context", "batch", "num_speculative_tokens", "specpv", "imported", "status", "limit",
@@ -31,8 +31,8 @@ SPEED = ("tokens_per_second", "median")
 
 
 def read_results(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
-    """Kind -> its files, oldest first, each with its `name` below `folder`; and the names of those that cannot be read
-    or are of another schema."""
+    """Return (kind -> its files, oldest first, each with its `name` below `folder`) and the names of files that are
+    unreadable or of another schema."""
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     unreadable = []
     for path in sorted(folder.resolve().rglob("*.json")):
@@ -59,23 +59,23 @@ def read_results(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[st
 
 
 def _case(case: dict[str, Any]) -> dict[str, Any]:
-    """A case that has every key."""
+    """The case with all keys present."""
     return {**dict.fromkeys(CASE), **case, **{name: str(case.get(name) or "not recorded") for name in NAMES}}
 
 
 def latest(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every scenario (of what is none: of its kind), scope and device the last run. files: oldest first."""
+    """Latest run of every scenario (or kind), scope and device. files: oldest first."""
     keys = ("scenario", "scope", "device")
     return list({tuple(str(body.get(key)) for key in keys): body for body in files}.values())
 
 
 def dicts(value: Any) -> list[dict[str, Any]]:
-    """What of a list are dictionaries; nothing of anything else."""
+    """Dictionaries in a list; [] if `value` is not a list."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def measured(cases: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cases that ran and have a context, a batch, a number of drafted tokens and a speed."""
+    """Cases that ran and have a context, a batch, a number of drafted tokens and a speed."""
     keys = ("context", "batch", "num_speculative_tokens")
     return [
         case
@@ -85,15 +85,15 @@ def measured(cases: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def spread(case: dict[str, Any], key: str = "tokens_per_second") -> tuple[float, float, float]:
-    """Least, median and greatest of the repetitions; the median where the others are missing."""
+    """Minimum, median and maximum of the repetitions; the median replaces missing values."""
     median = number(case, key, "median")
     assert median is not None
-    least, most = number(case, key, "min"), number(case, key, "max")
-    return (median if least is None else least), median, (median if most is None else most)
+    minimum, maximum = number(case, key, "min"), number(case, key, "max")
+    return (median if minimum is None else minimum), median, (median if maximum is None else maximum)
 
 
 def groups(cases: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """Cases that agree in `keys`, in the order in which they came."""
+    """Group cases by the values of `keys`, preserving the order."""
     grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for case in cases:
         grouped.setdefault(tuple(case[key] for key in keys), []).append(case)
@@ -101,12 +101,12 @@ def groups(cases: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...],
 
 
 def label(case: dict[str, Any], among: Iterable[dict[str, Any]]) -> str:
-    """What tells a case's series from the others: the model, and whatever else differs, and its drafted tokens."""
+    """Label of a case's series among others: the model, the keys that differ, and its drafted tokens."""
     among = list(among)
     parts = [model_name(case["model"])]
     for key, form in (("layout", "{}"), ("engine", "{}"), ("dtype", "{}"), ("cache_fraction", "cache {}")):
-        several = len({str(other[key]) for other in among if other[key] is not None}) > 1
-        if several and case[key] not in (None, ENGINE) and str(case[key]) not in parts[0]:
+        differs = len({str(other[key]) for other in among if other[key] is not None}) > 1
+        if differs and case[key] not in (None, ENGINE) and str(case[key]) not in parts[0]:
             parts.append(form.format(case[key]))
     if case["imported"]:
         parts.append(f"imported: {at(case, 'imported', 'device')}")
@@ -116,5 +116,5 @@ def label(case: dict[str, Any], among: Iterable[dict[str, Any]]) -> str:
 
 
 def partial(case: dict[str, Any]) -> bool:
-    """Whether a case's drafted tokens were judged by a part of the cache first."""
+    """Whether a case uses partial verification."""
     return case["specpv"] not in (None, "off")

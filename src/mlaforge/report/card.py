@@ -1,6 +1,6 @@
-"""`card`: the Hugging Face model card of one checkpoint, and a technical report of the whole folder, in Markdown.
+"""`card`: Hugging Face model card of one checkpoint, and technical report of the whole folder, in Markdown.
 
-Both hold what the report's JSON holds and no other number; what was not measured is said to be missing.
+Both contain only numbers of the report's JSON; missing measurements are named.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ TAGS = ["mla", "multi-head-latent-attention", "kv-cache", "mlaforge"]
 
 
 def run(folder: Path, out: Path, config: CardConfig, overwrite: bool = False) -> Manifest:
-    """Writes README.md (the card of one model), technical_report.md and report.json (of all below `folder`) into the
-    new directory `out`.
+    """Write README.md (the card of one model), technical_report.md and report.json (of everything below `folder`) into
+    the new directory `out`.
 
-    Raises UserError where the folder holds no converted model, or several and none is named or canonical.
+    Raise UserError if the folder has no converted model, or several of which none is named or canonical.
     """
     report = summarise(folder)
     record = choose(report, config.model)
@@ -41,8 +41,8 @@ def run(folder: Path, out: Path, config: CardConfig, overwrite: bool = False) ->
             "report": {"sha256": hashlib.sha256(numbers.encode()).hexdigest()},
         },
     )
-    if done := finished(out, manifest, overwrite):
-        return done
+    if existing := finished(out, manifest, overwrite):
+        return existing
     facts = about(report, record)
     with writing(out, manifest) as partial:
         (partial / CARD).write_text(model_card(facts, config), encoding="utf-8")
@@ -53,62 +53,62 @@ def run(folder: Path, out: Path, config: CardConfig, overwrite: bool = False) ->
 
 
 def choose(report: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """The conversion or healing that the card is of: the named one, the only one, or the only canonical one."""
+    """Conversion or healing of the card: the named one, the only one, or the only canonical one."""
     records = {record["name"]: record for record in report["conversions"] + report["healings"]}
     if not records:
-        raise UserError(f"{report['folder']} holds no converted model; `mlaforge convert MODEL OUT` makes one")
+        raise UserError(f"{report['folder']} contains no converted model; `mlaforge convert MODEL OUT` creates one")
     if name is not None:
         if name not in records:
-            raise UserError(f"model {name!r} is none of {', '.join(records)}{nearest(name, records)}")
+            raise UserError(f"model {name!r} must be one of {', '.join(records)}{nearest(name, records)}")
         return dict(records[name])
     canonical = [record for record in records.values() if record["canonical"]]
     for candidates in (list(records.values()), canonical):
         if len(candidates) == 1:
             return dict(candidates[0])
-    raise UserError(f"{report['folder']} holds several models: give --model, one of {', '.join(records)}")
+    raise UserError(f"{report['folder']} contains several models: give --model, one of {', '.join(records)}")
 
 
 def about(report: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """What the card says of one model: its own record, the conversion it came from, and whatever was measured on it.
+    """Content of the card of one model: its record, its conversion, and all measurements of it.
 
-    Other artifacts name a model by its path, of which the last part is compared.
+    Other artifacts refer to a model by its path, of which the last part is compared.
     """
-    own = Path(record["name"]).name
+    name = Path(record["name"]).name
     healed = record["stage"] == "heal"
     student = Path(str(at(record, "inputs", "student", "path") or "")).name
-    conversion = next((c for c in report["conversions"] if Path(c["name"]).name == (student if healed else own)), None)
+    conversion = next((c for c in report["conversions"] if Path(c["name"]).name == (student if healed else name)), None)
 
-    def of(records: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
-        return [other for other in records if Path(str(at(other, *keys) or "")).name == own]
+    def about_model(records: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+        return [other for other in records if Path(str(at(other, *keys) or "")).name == name]
 
-    comparisons = of(report["acceptances"], "inputs", "student", "path")
+    comparisons = about_model(report["acceptances"], "inputs", "student", "path")
     cases = [{**c, "device": body.get("device")} for body in report["scenarios"] for c in measured(body["cases"])]
     return {
-        "name": own,
+        "name": name,
         "record": record,
         "healed": healed,
         "conversion": conversion,
         "original": str(at(record, "inputs", "teacher", "path") if healed else at(record, "inputs", "model", "path")),
-        "evaluations": of(report["evaluations"], "inputs", "model", "path"),
-        # Contexts at which somebody measured.
+        "evaluations": about_model(report["evaluations"], "inputs", "model", "path"),
+        # Contexts with a measurement.
         "speed": {label: sides for label, sides in (conversion or {}).get("speed", {}).items() if any(sides.values())},
         "criteria": [criterion for comparison in comparisons for criterion in comparison["criteria"]],
-        # What replays a known answer is a ceiling, nothing to claim.
-        "cases": [case for case in of(cases, "model") if case["draft"] != "replay"],
+        # Replayed drafts are an upper bound, not a result of the model.
+        "cases": [case for case in about_model(cases, "model") if case["draft"] != "replay"],
         "settings": [
-            {**setting, "found": [row for row in setting["found"] if own in row["where"] or own in row["value"]]}
+            {**setting, "found": [row for row in setting["found"] if name in row["where"] or name in row["value"]]}
             for setting in report["settings"]
         ],
         "deviations": [
             deviation for deviation in report["deviations"]
-            if own in (Path(deviation["where"]).name, *deviation["what"].replace(":", " ").split())
+            if name in (Path(deviation["where"]).name, *deviation["what"].replace(":", " ").split())
             or (conversion and deviation["where"] == conversion["name"])
         ],
     }  # fmt: skip
 
 
 def model_card(facts: dict[str, Any], config: CardConfig) -> str:
-    """README.md: YAML front matter that the hub reads, and the text."""
+    """README.md: YAML front matter for the hub, and the text."""
     from huggingface_hub import ModelCardData
 
     results = _eval_results(facts)
@@ -121,7 +121,7 @@ def model_card(facts: dict[str, Any], config: CardConfig) -> str:
 
 
 def _eval_results(facts: dict[str, Any]) -> list[Any]:
-    """The measured perplexities and criteria as the hub's model-index has them."""
+    """Measured perplexities and criteria in the format of the hub's model-index."""
     from huggingface_hub import EvalResult
 
     def result(text: str, metric: str, value: float, name: str) -> Any:

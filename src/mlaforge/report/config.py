@@ -1,4 +1,4 @@
-"""What a user may set of `card`."""
+"""Options of `card`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class CardConfig(Options):
     """Options of `card`."""
 
     model: str | None = option(
-        None, "which artifact the card is of, as `mlaforge list` names it (the only one, or the canonical one)"
+        None, "artifact of the card, as named by `mlaforge list` (default: the only one, or the canonical one)"
     )
     license: str | None = option(None, "identifier of the model's licence, such as apache-2.0")
     base_model: str | None = option(None, "hub id of the original, such as HuggingFaceTB/SmolLM2-135M-Instruct")

@@ -1,4 +1,4 @@
-"""The drawings of the report: of what report/report.py gathered, only of numbers that were measured."""
+"""Plots of the report, from the measured numbers that report/report.py collects."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ SIDES = ("mla", "gqa")
 
 
 def figures(report: dict[str, Any], diagnoses: list[dict[str, Any]]) -> dict[str, Any]:
-    """The page's drawings, as SVG: `tradeoff`, `memory` and `ranks` of all conversions, and lists with an entry for
-    each of report's conversions (`own`), healings, trainings, acceptances and diagnoses. diagnoses: what the files of
-    the last hold."""
+    """Plots of the page as SVG: `tradeoff`, `memory` and `ranks` of all conversions, and lists with one entry per
+    conversion (`by_layer`), healing, training, acceptance and diagnosis. diagnoses: contents of their files."""
     conversions = report["conversions"]
     points = [c for c in conversions if None not in (number(c, *RATIO), number(c, *FRACTION))]
-    held = [c for c in conversions if None not in (number(_longest(c), "gqa"), number(_longest(c), "mla"))]
+    sized = [c for c in conversions if None not in (number(_longest(c), "gqa"), number(_longest(c), "mla"))]
     return {
         "tradeoff": drawing("tradeoff", _draw_tradeoff, points) if points else "",
-        "memory": drawing("memory", _draw_memory, held, max(2.9, 1.2 + 0.42 * len(held))) if held else "",
+        "memory": drawing("memory", _draw_memory, sized, max(2.9, 1.2 + 0.42 * len(sized))) if sized else "",
         "ranks": _ranks(conversions),
-        "own": [_own(i, c) for i, c in enumerate(conversions)],
+        "by_layer": [_by_layer(i, c) for i, c in enumerate(conversions)],
         "selections": [_selection(i, record) for i, record in enumerate(report["selections"])],
         "healings": [_healing(i, record) for i, record in enumerate(report["healings"])],
         "trainings": [_training(i, record) for i, record in enumerate(report["trainings"])],
@@ -36,7 +35,8 @@ def figures(report: dict[str, Any], diagnoses: list[dict[str, Any]]) -> dict[str
     }
 
 
-def _own(i: int, c: dict[str, Any]) -> dict[str, str]:
+def _by_layer(i: int, c: dict[str, Any]) -> dict[str, str]:
+    """Plots of one conversion, for which there are numbers."""
     drawings = (
         ("cached", _draw_cached, any(x > 0 for x in _column(c, "cached"))),
         ("bits", _draw_bits, c["bits"] is not None),
@@ -44,38 +44,38 @@ def _own(i: int, c: dict[str, Any]) -> dict[str, str]:
         ("loss", _draw_loss, c["predicted_loss"] is not None),
         ("seconds", _draw_seconds, c["total_seconds"] is not None),
     )
-    return {name: drawing(f"{name}{i}", draw, c) for name, draw, there in drawings if there}
+    return {name: drawing(f"{name}{i}", draw, c) for name, draw, available in drawings if available}
 
 
 def _ranks(conversions: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Of each model with several conversions: what every layer of each keeps."""
+    """For each model with several conversions, the cache share of every layer."""
     by_model: list[dict[str, str]] = []
     for model in dict.fromkeys(c["model"] for c in conversions):
-        kept = {
+        shares = {
             c["name"]: [a / b if b else math.nan for a, b in zip(*map(c["row_bytes"].get, SIDES), strict=True)]
             for c in conversions if c["model"] == model and c["row_bytes"] and c["metrics"]["layers"]
         }  # fmt: skip
-        if len(kept) > 1 and len({len(row) for row in kept.values()}) == 1:
-            columns = [list(column) for column in zip(*kept.values(), strict=True)]
-            what = {"columns": columns, "rows": "", "ticks": [name[-24:] for name in kept], "label": "of GQA's cache"}
-            svg = drawing(f"ranks{len(by_model)}", heat, what, 1.5 + 0.22 * len(kept))
+        if len(shares) > 1 and len({len(row) for row in shares.values()}) == 1:
+            columns = [list(column) for column in zip(*shares.values(), strict=True)]
+            data = {"columns": columns, "rows": "", "ticks": [name[-24:] for name in shares], "label": "of GQA's cache"}
+            svg = drawing(f"ranks{len(by_model)}", heat, data, 1.5 + 0.22 * len(shares))
             by_model.append({"model": model, "svg": svg})
     return by_model
 
 
 def _selection(i: int, record: dict[str, Any]) -> dict[str, str]:
-    """Tokens read by layer, and what a selection alone costs there, where it was measured."""
+    """Tokens read by layer, and the loss of a selection in one layer only, if measured."""
     sparse = record["sparse"]
     if not sparse:
         return {}
-    drawn = {"read": drawing(f"read{i}", _draw_read, sparse)}
+    drawings = {"read": drawing(f"read{i}", _draw_read, sparse)}
     if all(number(layer, "kl") is not None for layer in sparse.values()):
-        drawn["kl"] = drawing(f"readkl{i}", _draw_read_kl, sparse)
-    return drawn
+        drawings["kl"] = drawing(f"readkl{i}", _draw_read_kl, sparse)
+    return drawings
 
 
 def _draw_read(ax: Any, sparse: dict[int, dict[str, Any]]) -> None:
-    for kind, label in (("full", "index of its own"), ("shared", "the selection of a layer before it")):
+    for kind, label in (("full", "with an index"), ("shared", "with an earlier layer's selection")):
         bars = {i: layer["topk"] for i, layer in sparse.items() if layer.get("kind") == kind}
         if bars:
             ax.bar(
@@ -92,7 +92,7 @@ def _draw_read_kl(ax: Any, sparse: dict[int, dict[str, Any]]) -> None:
 
 
 def _healing(i: int, record: dict[str, Any]) -> dict[str, str]:
-    """Perplexity and KL by tokens seen, where there is a measured curve."""
+    """Perplexity and KL by tokens seen, if there is a measured curve."""
     keys = ("tokens", "ppl", "teacher_ppl", "kl")
     curve = [p for p in dicts(record["metrics"].get("curve")) if None not in [number(p, key) for key in keys]]
     draws = {"ppl": _draw_healing, "kl": _draw_kl}
@@ -100,22 +100,22 @@ def _healing(i: int, record: dict[str, Any]) -> dict[str, str]:
 
 
 def _draw_healing(ax: Any, curve: list[dict[str, Any]]) -> None:
-    seen = [point["tokens"] / 1e6 for point in curve]
-    ax.plot(seen, [p["ppl"] / p["teacher_ppl"] for p in curve], color=PAINT["latent"], marker="o", ms=3, lw=1.2)
+    tokens = [point["tokens"] / 1e6 for point in curve]
+    ax.plot(tokens, [p["ppl"] / p["teacher_ppl"] for p in curve], color=PAINT["latent"], marker="o", ms=3, lw=1.2)
     ax.axhline(1, color=MUTED, lw=1, ls=(0, (4, 3)))
     ax.set(xlabel="tokens seen (millions)", ylabel="validation perplexity / teacher's")
 
 
 def _draw_kl(ax: Any, curve: list[dict[str, Any]]) -> None:
-    seen, kl = [point["tokens"] / 1e6 for point in curve], [point["kl"] for point in curve]
-    ax.plot(seen, kl, color=PAINT["latent"], marker="o", ms=3, lw=1.2)
+    tokens, kl = [point["tokens"] / 1e6 for point in curve], [point["kl"] for point in curve]
+    ax.plot(tokens, kl, color=PAINT["latent"], marker="o", ms=3, lw=1.2)
     if min(kl) > 0:
         logarithmic(ax.yaxis)
     ax.set(xlabel="tokens seen (millions)", ylabel="validation KL (nats per token)")
 
 
 def _training(i: int, record: dict[str, Any]) -> dict[str, str]:
-    """Acceptance by drafted token, tokens a step and the loss by tokens seen, each where it was measured."""
+    """Acceptance by drafted token, tokens per step and loss by tokens seen, each if measured."""
     curve = [p for p in dicts(record["metrics"].get("curve")) if number(p, "tokens") is not None]
     positions: list[list[tuple[float, float]]] = []
     for point in curve:
@@ -125,50 +125,50 @@ def _training(i: int, record: dict[str, Any]) -> dict[str, str]:
                 positions.append([])
             if number(share) is not None:
                 positions[position].append((point["tokens"] / 1e6, share))
-    drawn = {"acceptance": drawing(f"draftacceptance{i}", _draw_acceptance, positions)} if any(positions) else {}
-    for key, label in (("acceptance_length", "tokens a step, 3 drafted"), ("loss", "loss")):
+    drawings = {"acceptance": drawing(f"draftacceptance{i}", _draw_acceptance, positions)} if any(positions) else {}
+    for key, label in (("acceptance_length", "tokens per step, 3 drafted"), ("loss", "loss")):
         line = [(p["tokens"] / 1e6, p[key]) for p in curve if number(p, key) is not None]
         if line:
-            drawn[key] = drawing(f"draft{key}{i}", _draw_learning, (line, label))
-    return drawn
+            drawings[key] = drawing(f"draft{key}{i}", _draw_learning, (line, label))
+    return drawings
 
 
 def _draw_acceptance(ax: Any, positions: list[list[tuple[float, float]]]) -> None:
     for position, line in ((position, line) for position, line in enumerate(positions) if line):
-        # From the first token's full colour to the last one's pale.
-        pale, xy = 1 - 0.8 * position / len(positions), zip(*line, strict=True)
-        ax.plot(*xy, color=PAINT["latent"], alpha=pale, marker="o", ms=3, lw=1.2, label=position + 1)
+        # Later tokens are paler.
+        alpha, xy = 1 - 0.8 * position / len(positions), zip(*line, strict=True)
+        ax.plot(*xy, color=PAINT["latent"], alpha=alpha, marker="o", ms=3, lw=1.2, label=position + 1)
     ax.set(xlabel="tokens seen (millions)", ylabel="accepted, by drafted token")
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=8, borderaxespad=0.2, handlelength=1, columnspacing=1)
 
 
-def _draw_learning(ax: Any, what: tuple[list[tuple[float, float]], str]) -> None:
-    line, label = what
+def _draw_learning(ax: Any, data: tuple[list[tuple[float, float]], str]) -> None:
+    line, label = data
     ax.plot(*zip(*line, strict=True), color=PAINT["latent"], marker="o", ms=3, lw=1.2)
     ax.set(xlabel="tokens seen (millions)", ylabel=label)
 
 
 def _comparison(i: int, record: dict[str, Any]) -> str:
-    """How much of each criterion's allowance is used up."""
-    judged = [c for c in record["criteria"] if number(c, "worse") is not None and number(c, "limit")]
-    return drawing(f"criteria{i}", _draw_criteria, judged, 1.3 + 0.45 * len(judged)) if judged else ""
+    """Used share of each criterion's allowance."""
+    evaluated = [c for c in record["criteria"] if number(c, "worse") is not None and number(c, "limit")]
+    return drawing(f"criteria{i}", _draw_criteria, evaluated, 1.3 + 0.45 * len(evaluated)) if evaluated else ""
 
 
-def _draw_criteria(ax: Any, judged: list[dict[str, Any]]) -> None:
-    for y, c in enumerate(judged):
+def _draw_criteria(ax: Any, criteria: list[dict[str, Any]]) -> None:
+    for y, c in enumerate(criteria):
         used, color = c["worse"] / c["limit"], INK if c.get("passed") is True else PAINT["latent_rope"]
         ends = c.get("interval")
         if isinstance(ends, list) and len(ends) == 2 and None not in map(number, ends):
             ax.plot([end / c["limit"] for end in ends], [y, y], color=MUTED, lw=2)
         ax.plot([used], [y], color=color, marker="o", ms=6, ls="")
     ax.axvline(1, color=MUTED, lw=1, ls=(0, (4, 3)))
-    ax.set_yticks(range(len(judged)), [str(c.get("name"))[:32] for c in judged])
-    ax.set(ylim=(len(judged) - 0.5, -0.5), xlabel="of what the criterion allows (below 1 passes)")
+    ax.set_yticks(range(len(criteria)), [str(c.get("name"))[:32] for c in criteria])
+    ax.set(ylim=(len(criteria) - 0.5, -0.5), xlabel="share of the criterion's allowance (below 1 passes)")
     ax.grid(axis="y", visible=False)
 
 
 def _diagnosis(i: int, body: dict[str, Any]) -> list[dict[str, str]]:
-    """The drawings of a diagnosis; none where its file is not what `diagnose` writes."""
+    """Plots of a diagnosis; [] if its file has another format than `diagnose` writes."""
     try:
         return [figure for part in plots.drawings(body, f"d{i}").values() for figure in part]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
@@ -188,13 +188,13 @@ def _spectrum(layer: dict[str, Any]) -> list[float]:
 def _draw_tradeoff(ax: Any, conversions: list[dict[str, Any]]) -> None:
     for layout in dict.fromkeys(c["layout"] for c in conversions):
         part = [c for c in conversions if c["layout"] == layout]
-        kept = [100 * c["metrics"]["cache"]["fraction"] for c in part]
+        percent = [100 * c["metrics"]["cache"]["fraction"] for c in part]
         ratio = [c["metrics"]["ratio"] for c in part]
-        ax.plot(kept, ratio, color=PAINT[layout], marker=MARKERS[layout], ms=7, ls="", label=layout)
-        for x, c in zip(kept, part, strict=True):
+        ax.plot(percent, ratio, color=PAINT[layout], marker=MARKERS[layout], ms=7, ls="", label=layout)
+        for x, c in zip(percent, part, strict=True):
             if c["ratio_interval"]:
                 ax.plot([x, x], c["ratio_interval"], color=PAINT[layout], lw=1.2, marker="_", ms=9)
-        for x, y in zip(kept, ratio, strict=True) if len(conversions) <= 4 else ():
+        for x, y in zip(percent, ratio, strict=True) if len(conversions) <= 4 else ():
             ax.annotate(shown(y, "times"), (x, y), (7, 5), textcoords="offset points", color=INK)
     ax.axhline(1, color=MUTED, lw=1, ls=(0, (4, 3)))
     ax.set(xlim=(0, 105), xlabel="KV cache kept (% of GQA)", ylabel="perplexity / original")
@@ -203,7 +203,7 @@ def _draw_tradeoff(ax: Any, conversions: list[dict[str, Any]]) -> None:
 
 
 def _longest(conversion: dict[str, Any]) -> dict[str, float | None]:
-    """Bytes at the longest context that is told."""
+    """Bytes at the longest reported context."""
     return list(conversion["context_bytes"].values())[-1]
 
 
@@ -224,22 +224,22 @@ def _draw_cached(ax: Any, conversion: dict[str, Any]) -> None:
     cached, before, rotary = (_column(conversion, k) for k in ("cached", "gqa_cached", "qk_rope_head_dim"))
     layouts = [str(layer.get("layout")) for layer in conversion["metrics"]["layers"]]
     for layout in dict.fromkeys(layouts):
-        own = [i for i, other in enumerate(layouts) if other == layout]
-        shared = [rotary[i] if rotary[i] > 0 else 0 for i in own]
-        latent = [cached[i] - width for i, width in zip(own, shared, strict=True)]
+        layers = [i for i, other in enumerate(layouts) if other == layout]
+        shared = [rotary[i] if rotary[i] > 0 else 0 for i in layers]
+        latent = [cached[i] - width for i, width in zip(layers, shared, strict=True)]
         paint, label = PAINT.get(layout, MUTED), "stays GQA" if layout == "gqa" else "latent"
-        ax.bar(own, latent, color=paint, label=label)
+        ax.bar(layers, latent, color=paint, label=label)
         if any(shared):
-            ax.bar(own, shared, bottom=latent, color=paint, alpha=0.45, label="rotary key")
+            ax.bar(layers, shared, bottom=latent, color=paint, alpha=0.45, label="rotary key")
     ax.stairs(before, [i - 0.5 for i in range(len(before) + 1)], color=INK, lw=1, label="before")
-    ax.set(xlabel="layer", ylabel="numbers cached per token")
+    ax.set(xlabel="layer", ylabel="elements cached per token")
     ax.grid(axis="x", visible=False)
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
 
 
 def _draw_bits(ax: Any, conversion: dict[str, Any]) -> None:
     columns = [bits_of(layer.get("code") or []) for layer in conversion["metrics"]["layers"]]
-    heat(ax, {"columns": columns, "rows": "number of the latent", "label": "bits", "low": 0.0})
+    heat(ax, {"columns": columns, "rows": "coordinate of the latent", "label": "bits", "low": 0.0})
     before = _column(conversion, "gqa_cached")
     ax.stairs(before, [i - 0.5 for i in range(len(before) + 1)], baseline=None, color=INK, lw=1)
     ax.set_ylim(-0.5, 1.03 * max(before))
@@ -247,14 +247,14 @@ def _draw_bits(ax: Any, conversion: dict[str, Any]) -> None:
 
 def _draw_spectrum(ax: Any, conversion: dict[str, Any]) -> None:
     spectra = [_spectrum(layer) for layer in conversion["metrics"]["layers"]]
-    deep = max(map(len, spectra))
-    grid = [[math.log10(s[r]) if r < len(s) and s[r] > 0 else math.nan for s in spectra] for r in range(deep)]
-    seen = sorted(v for row in grid for v in row if not math.isnan(v)) or [0.0]
-    # A few directions carry nearly all and the last ones only rounding: neither may use up the colours.
-    low, high = seen[len(seen) // 10], seen[len(seen) * 99 // 100]
+    depth = max(map(len, spectra))
+    grid = [[math.log10(s[r]) if r < len(s) and s[r] > 0 else math.nan for s in spectra] for r in range(depth)]
+    values = sorted(v for row in grid for v in row if not math.isnan(v)) or [0.0]
+    # Percentiles, as a few directions dominate and the last ones are only rounding: neither may use up the colours.
+    low, high = values[len(values) // 10], values[len(values) * 99 // 100]
     image = ax.imshow(
         grid, cmap="cividis", aspect="auto", origin="lower", interpolation="none", vmin=low, vmax=high,
-        extent=(-0.5, len(spectra) - 0.5, 0, deep),
+        extent=(-0.5, len(spectra) - 0.5, 0, depth),
     )  # fmt: skip
     ranks = [r if s else math.nan for r, s in zip(_column(conversion, "kv_lora_rank"), spectra, strict=True)]
     edges = [i - 0.5 for i in range(len(ranks) + 1)]
@@ -268,17 +268,17 @@ def _draw_spectrum(ax: Any, conversion: dict[str, Any]) -> None:
 def _draw_loss(ax: Any, conversion: dict[str, Any]) -> None:
     loss, layout = _column(conversion, "predicted_loss"), conversion["layout"]
     ax.plot(range(len(loss)), loss, color=PAINT[layout], marker=MARKERS[layout], ms=4, lw=0.8)
-    seen = [v for v in loss if not math.isnan(v)]
-    if min(seen) > 0 and max(seen) / min(seen) > 50:
+    values = [v for v in loss if not math.isnan(v)]
+    if min(values) > 0 and max(values) / min(values) > 50:
         logarithmic(ax.yaxis)
     ax.set(xlabel="layer", ylabel="predicted loss (nats per token)")
 
 
 def _draw_seconds(ax: Any, conversion: dict[str, Any]) -> None:
-    spent = {name: s for name, value in conversion["seconds"].items() if (s := number(value)) is not None}
-    bars = ax.barh(list(spent), list(spent.values()), height=0.62, color=PAINT[conversion["layout"]])
-    ax.bar_label(bars, [shown(value, "seconds") for value in spent.values()], padding=4, color=INK)
+    seconds = {name: s for name, value in conversion["seconds"].items() if (s := number(value)) is not None}
+    bars = ax.barh(list(seconds), list(seconds.values()), height=0.62, color=PAINT[conversion["layout"]])
+    ax.bar_label(bars, [shown(value, "seconds") for value in seconds.values()], padding=4, color=INK)
     ax.invert_yaxis()
-    ax.set(xlim=(0, 1.18 * max(spent.values()) or 1), xlabel="seconds")
+    ax.set(xlim=(0, 1.18 * max(seconds.values()) or 1), xlabel="seconds")
     ax.tick_params(axis="y", length=0, labelcolor=INK)
     ax.grid(axis="y", visible=False)

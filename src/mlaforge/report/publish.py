@@ -1,8 +1,8 @@
-"""`publish`: finished artifacts as one commit to a repository of the Hugging Face hub; without --push only shown.
+"""`publish`: upload finished artifacts as one commit to a Hugging Face hub repository; a dry run without --push.
 
-What goes is what the artifacts' manifests name, of kinds of files that cannot run code when they are loaded; all else
-is left out and listed. The token is huggingface_hub's affair ($HF_TOKEN, `hf auth login`): it is read here only to make
-sure that it stands in nothing that is shown, raised or sent.
+Only files named in the artifacts' manifests are uploaded, and only types that cannot run code when loaded; all others
+are left out and listed. huggingface_hub manages the token ($HF_TOKEN, `hf auth login`): it is read here only to ensure
+that no output, error or uploaded file contains it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mlaforge.artifact import ABSOLUTE_PATH, MANIFEST, Manifest, sha256
 from mlaforge.checkpoint.reader import COMPANIONS, TEMPLATES
 from mlaforge.runtime import UserError, progress, version
 
-# Stage -> the folder of the repository that its files go to.
+# Stage -> repository folder of its files.
 PLACES = {
     "convert": "", "sparsify": "", "heal": "", "export_deepseek": "", "card": "", "draft train": "draft",
     "draft import": "draft", "draft export": "draft", "calibrate": "calibration",
 }  # fmt: skip
-# What a draft head without a manifest says in its config.
+# Architecture in the config of a draft head without a manifest.
 HEAD = "LlamaForCausalLMEagle3"
 KINDS = (
     ".safetensors", ".gguf", ".json", ".jsonl", ".yaml", ".yml", ".md", ".txt", ".jinja", ".png", ".html", ".model",
@@ -31,18 +31,18 @@ KINDS = (
 )  # fmt: skip
 NAMES = re.compile(r"(LICENSE|NOTICE|USE_POLICY)[\w.-]*")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
-# How pickles begin: torch's are zip files; a protocol's opcode stands first in the others.
-BEGINNINGS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-# A token of the hub, as it would stand in a file by mistake.
+# First bytes of pickles: torch's are zip files; others begin with the protocol opcode.
+PICKLE_PREFIXES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+# A hub token accidentally contained in a file.
 TOKEN = re.compile(rb"hf_[A-Za-z0-9]{30,}")
 WEIGHTS = (".safetensors", ".gguf")
-# What mlaforge itself writes to be read. Calibration text (.jsonl) may speak of any path.
+# Text files that mlaforge writes, which may contain no local path; calibration text (.jsonl) may mention any path.
 WRITTEN = (".json", ".yaml", ".yml", ".md", ".txt")
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A file that goes: where it lies, its path in the repository, its size in bytes and its SHA-256."""
+    """A file to upload: local file, path in the repository, size in bytes and SHA-256."""
 
     file: Path
     path: str
@@ -52,7 +52,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Upload:
-    """What goes to `repo`, and what of the folders does not, with the reason."""
+    """Files to upload to `repo`, and the files left out, with reasons."""
 
     repo: str
     items: tuple[Item, ...]
@@ -63,28 +63,28 @@ class Upload:
         return sum(item.bytes for item in self.items)
 
     def describe(self) -> dict[str, Any]:
-        """As plain JSON types."""
+        """The upload as plain JSON types."""
         files = [{**dataclasses.asdict(item), "file": str(item.file)} for item in self.items]
         return {"repo": self.repo, "bytes": self.bytes, "files": files, "left_out": self.left_out}
 
 
 def pack(folders: list[Path], repo: str) -> Upload:
-    """What `push` would send: of checkpoints and cards to the repository's root, of drafts to draft/, of calibration
-    sets to calibration/.
+    """Collect the files that `push` would upload: checkpoints and cards to the repository's root, draft heads to
+    draft/, calibration sets to calibration/.
 
-    Raises UserError for a folder that is no finished artifact of such a kind, for weights that are not safetensors,
-    for two files of one place, and for a file that holds a token of the hub or a path of this machine.
+    Raise UserError for a folder that is not a finished artifact of these kinds, weights that are not safetensors, two
+    files with the same destination, or a file that contains a hub token or a path of this machine.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(repo)
-        named = "/" in repo
+        valid = "/" in repo
     except HFValidationError:
-        named = False
-    if not named:
-        raise UserError(f"repo {repo!r} is no name on the hub; give OWNER/NAME, such as you/smollm2-mla")
+        valid = False
+    if not valid:
+        raise UserError(f"repo {repo!r} is not a hub repository; give OWNER/NAME, such as you/smollm2-mla")
     by_place: dict[str, tuple[Path, str]] = {}
     left_out: dict[str, str] = {}
     for folder in folders:
@@ -103,33 +103,33 @@ def pack(folders: list[Path], repo: str) -> Upload:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """Of every entry of a folder: the file, its path in the repository, and the reason where it stays here."""
+    """Yield (file, path in the repository, reason to leave it out or "") of every entry of a folder."""
     if not folder.is_dir():
-        raise UserError(f"folder {str(folder)!r} does not exist; give what convert, heal, calibrate or card wrote")
+        raise UserError(f"folder {str(folder)!r} does not exist; give a result of convert, heal, calibrate or card")
     if folder.resolve().name.endswith(".partial"):
-        raise UserError(f"{folder} is unfinished: finish it with the command that began it")
+        raise UserError(f"{folder} is unfinished: rerun its command to finish it")
     manifest = Manifest.load(folder)
-    stage, whole = (manifest.stage, manifest.files) if manifest else (_head(folder), None)
+    stage, recorded = (manifest.stage, manifest.files) if manifest else (_head_stage(folder), None)
     if stage not in PLACES:
-        origin = f"a result of {stage}" if stage else f"not made by mlaforge (it has no {MANIFEST})"
-        raise UserError(f"{folder} is {origin}; what can be published: {', '.join(PLACES)}")
-    if gone := sorted(name for name in whole or () if not (folder / name).is_file()):
-        raise UserError(f"{folder / gone[0]} is gone, though its {MANIFEST} names it; make the artifact again")
+        origin = f"a result of {stage}" if stage else f"not an artifact of mlaforge (it has no {MANIFEST})"
+        raise UserError(f"{folder} is {origin}; only these can be published: {', '.join(PLACES)}")
+    if missing := sorted(name for name in recorded or () if not (folder / name).is_file()):
+        raise UserError(f"{folder / missing[0]} is missing, though {MANIFEST} names it; recreate the artifact")
     place = PLACES[stage]
-    # The one folder that a model directory has.
+    # Chat templates are the only subfolder of a model directory.
     templates = folder / TEMPLATES
     entries = {path for path in folder.iterdir() if path != templates} | set(templates.glob("*"))
     for file in sorted(entries):
         name = file.relative_to(folder).as_posix()
-        own = stage != "card" and name == MANIFEST
-        reason = _reason(file, whole is None or own or name in whole)
+        is_manifest = stage != "card" and name == MANIFEST
+        reason = _reason(file, recorded is None or is_manifest or name in recorded)
         if not (place or reason) and file.suffix == ".safetensors" and not name.startswith("model"):
-            reason = "no weights that the model loads"
+            reason = "not weights that the model loads"
         yield file, f"{place}/{name}" if place else name, reason
 
 
-def _head(folder: Path) -> str:
-    """The stage that a draft head without a manifest stands for; "" for what is none."""
+def _head_stage(folder: Path) -> str:
+    """`draft train` if the folder is a draft head without a manifest, else ""."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -138,7 +138,7 @@ def _head(folder: Path) -> str:
 
 
 def _reason(file: Path, known: bool) -> str:
-    """Why a file is left out, "" where it goes. known: its manifest names it, or need not."""
+    """Why a file is left out, "" if it is uploaded. known: the manifest names it, or need not name it."""
     name = file.name
     if name.endswith(".partial"):
         return "unfinished"
@@ -149,19 +149,19 @@ def _reason(file: Path, known: bool) -> str:
     if not file.is_file():
         return "a folder"
     with file.open("rb") as opened:
-        begins = opened.read(4)
-    if name.endswith(PICKLES) or (begins.startswith(BEGINNINGS) and not name.endswith(WEIGHTS)):
+        prefix = opened.read(4)
+    if name.endswith(PICKLES) or (prefix.startswith(PICKLE_PREFIXES) and not name.endswith(WEIGHTS)):
         return "a pickle or an archive, which can run code when it is loaded: refused"
     if not known:
-        return "no part of the artifact" if name != MANIFEST else "a card's own; the checkpoint has one"
+        return "not part of the artifact" if name != MANIFEST else "the card's manifest; the checkpoint has one"
     if not (name.endswith(KINDS) or NAMES.fullmatch(name)):
-        return "no kind of file that is published"
+        return "a file type that is not published"
     return ""
 
 
 def _check(file: Path) -> None:
-    """Raises UserError for weights that are not what their name says, and for a file that holds a token or that says
-    where on this machine something lies. A tokenizer's vocabulary and the original's texts may hold anything."""
+    """Raise UserError for weights of another format than their name, and for a file that contains a hub token or a path
+    of this machine. A tokenizer's vocabulary and the original's texts may contain any path."""
     from huggingface_hub import get_token
 
     if file.suffix == ".safetensors":
@@ -171,25 +171,25 @@ def _check(file: Path) -> None:
             with safe_open(file, framework="pt"):
                 return
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is truncated or not safetensors; make it again") from error
+            raise UserError(f"{file} is truncated or not safetensors; recreate it") from error
     if file.suffix == ".gguf":
         with file.open("rb") as opened:
             if opened.read(4) != b"GGUF":
-                raise UserError(f"{file} is not GGUF; make it again")
+                raise UserError(f"{file} is not GGUF; recreate it")
         return
-    text, own = file.read_bytes(), (get_token() or "").encode()
-    if TOKEN.search(text) or (own and own in text):
-        raise UserError(f"{file} holds a token of the hub: take it out, and revoke it if anybody else could see it")
+    text, user_token = file.read_bytes(), (get_token() or "").encode()
+    if TOKEN.search(text) or (user_token and user_token in text):
+        raise UserError(f"{file} contains a hub token: remove it, and revoke the token if others could have seen it")
     if file.suffix not in WRITTEN or any(file.match(pattern) for pattern in COMPANIONS):
         return
     if place := ABSOLUTE_PATH.search(text.decode(errors="replace")):
-        raise UserError(f"{file} names {place[0]}, a path of this machine: make it again, or put its last part there")
+        raise UserError(f"{file} contains {place[0]}, a path of this machine: recreate it, or keep only its last part")
 
 
 def push(upload: Upload) -> str:
-    """Sends it as one commit, into a private repository where there is none yet; returns the commit's address.
+    """Upload as one commit, to a new private repository if there is none. Return the URL of the commit.
 
-    Raises UserError where the hub or the network refuses; then nothing has changed there.
+    Raise UserError if the hub or the network fails; the repository is then unchanged.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
@@ -206,20 +206,20 @@ def push(upload: Upload) -> str:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
     else:
         return str(commit.commit_url)
-    # Outside the handler: the error, which may quote the request, is not chained to ours.
-    raise UserError(f"the hub took nothing: {redacted(reason, token)}; the same command tries again")
+    # Raised outside the handler, so that the original error, which may quote the request, is not chained.
+    raise UserError(f"nothing was uploaded: {redacted(reason, token)}; rerun the command to retry")
 
 
 def redacted(text: str, token: str) -> str:
-    """`text` without the token, nor anything that looks like one."""
+    """Replace the token, and anything that looks like one, by ***."""
     return TOKEN.sub(b"***", text.replace(token, "***").encode()).decode()
 
 
 def table(upload: Upload) -> str:
-    """What would go where, with sizes in bytes and hashes; then what stays here, and why."""
+    """Table of the files to upload with hashes and sizes in bytes, then the files left out with reasons."""
     lines = [f"{item.sha256}  {item.bytes:>14,}  {item.path}" for item in upload.items]
     lines += [f"left out: {path}: {reason}" for path, reason in upload.left_out.items()]
     if not any(item.path == "README.md" for item in upload.items):
-        lines.append("no model card: `mlaforge card FOLDER --out CARD`, and give CARD too")
+        lines.append("no model card: run `mlaforge card FOLDER --out CARD` and add CARD to the folders")
     total = f"{len(upload.items)} files, {upload.bytes:,} bytes for {upload.repo}"
-    return "\n".join([*lines, f"{total}; --push sends them"])
+    return "\n".join([*lines, f"{total}; --push uploads them"])

@@ -1,7 +1,7 @@
-"""Recommended settings, derived from measurements, each by a rule that stands beside it.
+"""Recommended settings, derived from measurements by stated rules.
 
-A rule that lacks its measurement gives no setting but the command that makes it. What was imported from another
-machine, and drafts that only replay a known answer, decide nothing.
+A rule without measurements yields the command that would measure it. Results imported from other machines and drafts
+that replay a known answer are ignored.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 from mlaforge.rendering.page import at, number, shown
 from mlaforge.report.bench_results import ENGINE, SERIES, groups, measured, partial, spread
 
-# A conversion that costs more perplexity than this is not recommended.
+# Largest perplexity ratio of a recommended conversion.
 COST = 1.05
-# Throughput that counts as the best.
+# Share of the best throughput that counts as equal to it.
 NEAR = 0.95
 RULES = {
-    "cache": "the smallest cache of a layout whose perplexity over the original's stays at or below "
-    f"×{COST:g} with the upper end of its 95 % interval (with the value itself where there is no interval)",
-    "layout": "at each context and batch the fastest plain decoding; where the ranges of the repetitions overlap, of "
-    "those models the one that caches least",
-    "drafts": "the number of drafted tokens with the most tokens per second; where the ranges of the repetitions "
-    "overlap, the fewest, and full verification before partial (0 is plain decoding)",
+    "cache": "the smallest cache of a layout whose perplexity ratio to the original is at most "
+    f"×{COST:g} at the upper end of its 95 % interval (at the value itself if there is no interval)",
+    "layout": "the fastest plain decoding at each context and batch; if the ranges of the repetitions overlap, the "
+    "model with the smallest cache among them",
+    "drafts": "the number of drafted tokens with the most tokens per second; if the ranges of the repetitions "
+    "overlap, the fewest, and full before partial verification (0 is plain decoding)",
     "batch": f"the smallest batch that reaches {100 * NEAR:g} % of the best throughput over batches, without drafts",
-    "context": "the longest context that ran; the shortest that did not, and what would have to change",
+    "context": "the longest context that ran; the shortest that did not fit, and the setting to change",
 }
 COMMANDS = {
     "cache": "mlaforge convert MODEL OUT",
@@ -36,8 +36,8 @@ COMMANDS = {
 
 
 def recommend(conversions: list[dict[str, Any]], scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry for each rule: `setting`, `rule`, `found` (rows with `where`, `value` and `because`), and `command`,
-    which would measure it, where there are no rows. scenarios: the last of each, as bench_results.latest gives them."""
+    """One entry per rule: `setting`, `rule`, `found` (rows with `where`, `value` and `because`), and `command`, which
+    would measure it, if there are no rows. scenarios: the latest of each (bench_results.latest)."""
     cases = [
         {**case, "device": body.get("device")}
         for body in scenarios
@@ -61,24 +61,24 @@ def _row(where: Any, value: Any, because: str) -> dict[str, str]:
 
 
 def _cache(conversions: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
-    judged = [c for c in conversions if None not in (number(c, "metrics", "ratio"), _fraction(c))]
-    for (model, layout), own in groups(judged, "model", "layout").items():
+    evaluated = [c for c in conversions if None not in (number(c, "metrics", "ratio"), _fraction(c))]
+    for (model, layout), group in groups(evaluated, "model", "layout").items():
 
-        def worst(c: dict[str, Any]) -> float:
+        def upper_end(c: dict[str, Any]) -> float:
             return float((c["ratio_interval"] or [0, c["metrics"]["ratio"]])[1])
 
-        good = [c for c in own if worst(c) <= COST]
-        if good:
-            best = min(good, key=_fraction)
+        acceptable = [c for c in group if upper_end(c) <= COST]
+        if acceptable:
+            best = min(acceptable, key=_fraction)
             cost = shown(best["metrics"]["ratio"], "times")
             ends = " to ".join(shown(end, "times") for end in best["ratio_interval"] or ())
-            spans = f"95 % interval {ends}" if ends else "no interval"
-            yield _row(f"{model}, {layout}", shown(_fraction(best), "percent"), f"{best['name']}: {cost} ({spans})")
+            interval = f"95 % interval {ends}" if ends else "no interval"
+            yield _row(f"{model}, {layout}", shown(_fraction(best), "percent"), f"{best['name']}: {cost} ({interval})")
         else:
-            least = min(own, key=worst)
-            cost, end = shown(least["metrics"]["ratio"], "times"), shown(worst(least), "times")
-            told = f"upper end of its interval {end}" if least["ratio_interval"] else "no interval"
-            yield _row(f"{model}, {layout}", "none", f"the best is {least['name']}: {cost}, {told}")
+            best = min(group, key=upper_end)
+            cost, end = shown(best["metrics"]["ratio"], "times"), shown(upper_end(best), "times")
+            interval = f"upper end of its interval {end}" if best["ratio_interval"] else "no interval"
+            yield _row(f"{model}, {layout}", "none", f"the best is {best['name']}: {cost}, {interval}")
 
 
 def _fraction(conversion: dict[str, Any]) -> float:
@@ -86,7 +86,7 @@ def _fraction(conversion: dict[str, Any]) -> float:
 
 
 def _near_best(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest, and what its repetitions cannot be told from."""
+    """The fastest case and those whose ranges of repetitions overlap with it."""
     best = max(cases, key=lambda case: spread(case)[1])
     return [case for case in cases if spread(case)[2] >= spread(best)[0]]
 
@@ -97,14 +97,14 @@ def _speeds(cases: list[dict[str, Any]], name: str) -> str:
 
 
 def _fastest(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of what was measured more than once with other dtypes or cache fractions, the fastest."""
-    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    """The fastest case among those that differ only in dtype or cache fraction."""
+    fastest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for case in cases:
         keys = ("device", "model", "layout", "context", "batch", "num_speculative_tokens", "specpv")
         key = tuple(case[k] for k in keys)
-        if key not in kept or spread(kept[key])[1] < spread(case)[1]:
-            kept[key] = case
-    return list(kept.values())
+        if key not in fastest or spread(fastest[key])[1] < spread(case)[1]:
+            fastest[key] = case
+    return list(fastest.values())
 
 
 def _plain(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -112,52 +112,54 @@ def _plain(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _layout(cases: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
-    for (device, context, batch), own in groups(_plain(cases), "device", "context", "batch").items():
-        if len({case["layout"] for case in own}) < 2:
+    for (device, context, batch), group in groups(_plain(cases), "device", "context", "batch").items():
+        if len({case["layout"] for case in group}) < 2:
             continue
-        alike = _near_best(own)
+        overlapping = _near_best(group)
 
-        def held(case: dict[str, Any]) -> float:
+        def planned_bytes(case: dict[str, Any]) -> float:
             return number(case, "cache", "planned_bytes") or float("inf")
 
-        best = min(alike, key=held)
-        why = _speeds([{**case, "who": f"{case['model']} ({case['layout']})"} for case in own], "who")
-        why += f"; {len(alike)} of them overlap" if len(alike) > 1 else ""
-        yield _row(f"{device}, {context:,} tokens × {batch}", f"{best['layout']} ({best['model']})", why)
+        best = min(overlapping, key=planned_bytes)
+        reason = _speeds([{**case, "label": f"{case['model']} ({case['layout']})"} for case in group], "label")
+        reason += f"; {len(overlapping)} of them overlap" if len(overlapping) > 1 else ""
+        yield _row(f"{device}, {context:,} tokens × {batch}", f"{best['layout']} ({best['model']})", reason)
 
 
 def _drafts(cases: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
     real = _fastest([case for case in measured(cases) if case["draft"] != "replay"])
-    for (device, model, context, batch), own in groups(real, "device", "model", "context", "batch").items():
-        if len({case["num_speculative_tokens"] for case in own}) < 2:
+    for (device, model, context, batch), group in groups(real, "device", "model", "context", "batch").items():
+        if len({case["num_speculative_tokens"] for case in group}) < 2:
             continue
-        told = [
-            {**case, "told": f"{case['num_speculative_tokens']}{', specpv' if partial(case) else ''}"} for case in own
+        labelled = [
+            {**case, "label": f"{case['num_speculative_tokens']}{', specpv' if partial(case) else ''}"}
+            for case in group
         ]
-        best = min(_near_best(told), key=lambda case: (case["num_speculative_tokens"], partial(case)))
+        best = min(_near_best(labelled), key=lambda case: (case["num_speculative_tokens"], partial(case)))
         where = f"{device}, {model}, {context:,} tokens × {batch}"
-        yield _row(where, best["told"], _speeds(told, "told"))
+        yield _row(where, best["label"], _speeds(labelled, "label"))
 
 
 def _batch(cases: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
-    for (device, model, context), own in groups(_plain(cases), "device", "model", "context").items():
-        if len({case["batch"] for case in own}) < 2:
+    for (device, model, context), group in groups(_plain(cases), "device", "model", "context").items():
+        if len({case["batch"] for case in group}) < 2:
             continue
-        most = max(spread(case)[1] for case in own)
-        best = min((case for case in own if spread(case)[1] >= NEAR * most), key=lambda case: case["batch"])
-        yield _row(f"{device}, {model}, {context:,} tokens", best["batch"], _speeds(own, "batch"))
+        maximum = max(spread(case)[1] for case in group)
+        best = min((case for case in group if spread(case)[1] >= NEAR * maximum), key=lambda case: case["batch"])
+        yield _row(f"{device}, {model}, {context:,} tokens", best["batch"], _speeds(group, "batch"))
 
 
 def _context(cases: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
     sized = [case for case in cases if None not in (number(case, "context"), number(case, "batch"))]
-    for (device, *_), own in groups(sized, "device", *SERIES, "batch").items():
-        ran = [case["context"] for case in measured(own)]
-        full = sorted((case for case in own if case["status"] == "capacity"), key=lambda case: case["context"])
-        where = f"{device}, {own[0]['model']}, batch {own[0]['batch']}, cache fraction {own[0]['cache_fraction']}"
-        if full:
-            limit = full[0]
-            why = f"{limit['context']:,} does not fit: {at(limit, 'limit', 'what')}; {at(limit, 'limit', 'change')}"
+    for (device, *_), group in groups(sized, "device", *SERIES, "batch").items():
+        contexts = [case["context"] for case in measured(group)]
+        too_large = sorted((case for case in group if case["status"] == "capacity"), key=lambda case: case["context"])
+        first = group[0]
+        where = f"{device}, {first['model']}, batch {first['batch']}, cache fraction {first['cache_fraction']}"
+        if too_large:
+            limit = too_large[0]
+            reason = f"{limit['context']:,} does not fit: {at(limit, 'limit', 'what')}; {at(limit, 'limit', 'change')}"
         else:
-            why = "nothing longer was tried"
-        if ran or full:
-            yield _row(where, f"{max(ran):,} tokens" if ran else "none", why)
+            reason = "no longer context was tried"
+        if contexts or too_large:
+            yield _row(where, f"{max(contexts):,} tokens" if contexts else "none", reason)

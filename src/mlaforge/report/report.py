@@ -1,11 +1,12 @@
-"""`report`: every artifact below a folder as one self-contained HTML page, and the same numbers as JSON.
+"""`report`: all artifacts below a folder as one self-contained HTML page, and the same numbers as JSON.
 
-The page draws what manifests and results hold and computes only units, sums, spans and 95 % intervals from it; a
-number that nothing measured is shown as "not measured". It loads nothing from elsewhere and needs no script.
+The page shows the numbers of manifests and results and computes only units, sums, spans and 95 % intervals from them;
+missing numbers are shown as "not measured". It loads no other resource and needs no script.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -32,26 +33,26 @@ from mlaforge.report.deviations import WATCHED, deviations
 from mlaforge.report.plots import figures
 from mlaforge.report.recommendations import recommend
 from mlaforge.report.speeds import CONTEXTS as SPEEDS
-from mlaforge.report.speeds import beside, speeds
-from mlaforge.runtime import UserError
+from mlaforge.report.speeds import compare, speeds
+from mlaforge.runtime import UserError, install
 
 GENERATOR = "mlaforge report"
-# What a report can hold: stage or kind of result -> what it tells, and the command that makes it.
+# Parts of a report: stage or kind of result -> its content, and the command that creates it.
 PARTS = {
     "diagnose": ("heat maps by layer and head", "mlaforge diagnose MODEL DIAGNOSIS --text TEXT"),
     "calibrate": ("calibration sets", "mlaforge calibrate --source TEXT --out SETS"),
     "convert": ("conversions: perplexity and cache", "mlaforge convert MODEL OUT --calibration TEXT"),
-    "sparsify": ("what sparse layers read", "mlaforge sparsify OUT SPARSE"),
+    "sparsify": ("tokens read by sparse layers", "mlaforge sparsify OUT SPARSE"),
     "heal": ("healing curves", "mlaforge heal --teacher MODEL --student OUT --out HEALED --text TEXT"),
-    "draft train": ("draft heads: how they learn", "mlaforge draft train MODEL --text TEXT --out HEAD"),
+    "draft train": ("learning curves of draft heads", "mlaforge draft train MODEL --text TEXT --out HEAD"),
     "acceptance": (
-        "whether a student may stand for its teacher",
+        "criteria by which a student may replace its teacher",
         "mlaforge eval --teacher MODEL --student OUT --criteria criteria.yaml",
     ),
-    "eval": ("perplexity on text of your own", "mlaforge eval MODEL EVALUATED --text OTHER_TEXT"),
-    "generate": ("text side by side", "mlaforge generate MODEL TALK --against OUT"),
+    "eval": ("perplexity on other text", "mlaforge eval MODEL EVALUATED --text OTHER_TEXT"),
+    "generate": ("generated text compared", "mlaforge generate MODEL TALK --against OUT"),
     "scenario": ("speed, acceptance, memory, the roofline", "mlaforge bench speed MODEL OUT"),
-    "kernels": ("kernels against the roof", "mlaforge bench kernels"),
+    "kernels": ("kernels against the roofline", "mlaforge bench kernels"),
     "gates": ("gates", "mlaforge gate"),
 }
 CACHE, RATIO = ("metrics", "cache"), ("metrics", "ratio")
@@ -61,21 +62,23 @@ CONTEXTS = {"8K": 8192, "32K": 32768, "128K": 131072}
 
 
 def write_report(folder: Path, out: Path) -> dict[str, Any]:
-    """Writes the page of all artifacts below `folder` to `out`, its numbers to `out` with suffix .json.
+    """Write the page of all artifacts below `folder` to `out`, and its numbers to `out` with suffix .json.
 
-    Returns the numbers. Raises UserError where `folder` is no directory, and where `out` cannot be written or
-    is a file that no earlier report wrote.
+    Return the numbers. Raise UserError if `folder` is not a directory, or if `out` cannot be written or exists and is
+    not a report.
     """
-    beside = out.with_suffix(".json")
-    if beside == out:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"the report needs matplotlib: {install('report')}")
+    numbers_file = out.with_suffix(".json")
+    if numbers_file == out:
         raise UserError(f"{out} would be both the page and its numbers; give a name that ends in .html")
-    for path in (out, beside):
-        # Nothing of the user's is overwritten: `model/config.html` would replace a model's config.json.
+    for path in (out, numbers_file):
+        # Never overwrite user files: `model/config.html` would replace a model's config.json.
         if path.exists() and not (path.is_file() and _is_report(path)):
             raise UserError(f"{path} exists and is not a report of mlaforge; choose another output file")
     report = summarise(folder)
     numbers = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
-    pages = {beside: numbers + "\n", out: _render(report, folder)}
+    pages = {numbers_file: numbers + "\n", out: _render(report, folder)}
     partial = {path: path.with_name(f".{path.name}.partial") for path in pages}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -98,9 +101,9 @@ def _is_report(path: Path) -> bool:
 
 
 def summarise(folder: Path) -> dict[str, Any]:
-    """What artifacts and results below `folder` say, as plain JSON types. Floats that are not finite become text.
+    """Content of all artifacts and results below `folder` as plain JSON types; non-finite floats become text.
 
-    Raises UserError where `folder` is no directory.
+    Raise UserError if `folder` is not a directory.
     """
     artifacts = artifacts_below(folder)
     unreadable = [name for name, manifest in artifacts.items() if manifest is None]
@@ -109,11 +112,11 @@ def summarise(folder: Path) -> dict[str, Any]:
         for name, manifest in artifacts.items()
         if manifest is not None
     ]
-    results, lost = read_results(folder)
+    results, unreadable_results = read_results(folder)
     of = {stage: [record for record in records if record["stage"] == stage] for stage in PARTS}
-    made_for = [n for record in of["convert"] if (n := number(record["metrics"], "cache", "positions"))]
-    # Of contexts that every model here was made for, the shortest where there are none.
-    fit = [label for label, tokens in CONTEXTS.items() if tokens <= min(made_for, default=tokens)]
+    max_positions = [n for record in of["convert"] if (n := number(record["metrics"], "cache", "positions"))]
+    # Contexts that every model supports; the shortest if there are none.
+    fit = [label for label, tokens in CONTEXTS.items() if tokens <= min(max_positions, default=tokens)]
     contexts = {label: CONTEXTS[label] for label in fit or [min(CONTEXTS, key=lambda label: CONTEXTS[label])]}
     conversions = [_conversion(record, contexts) for record in of["convert"]]
     conversions.sort(key=lambda c: (list(PAINT).index(c["layout"]), -(number(c, *FRACTION) or 0)))
@@ -139,36 +142,36 @@ def summarise(folder: Path) -> dict[str, Any]:
         "acceptances": comparisons or [_comparison({**r, "metrics": r["acceptance"]}) for r in parts["acceptance"]],
         "evaluations": [_evaluation(record) for record in of["eval"]],
         "generations": [{**record, "shared": _shared(record)} for record in of["generate"]],
-        # The last of each kind, scope and device; `results` has all.
+        # The latest of each kind, scope and device; `results` has all.
         "scenarios": latest(results["scenario"]),
         "kernels": latest(results["kernels"]),
         "gates": latest(results["gates"]),
         "compared": latest(results["conversion"]),
         "results": results,
         "records": records,
-        "unreadable": unreadable + lost,
+        "unreadable": unreadable + unreadable_results,
     }
-    known = speeds(report["scenarios"], report["generations"])
+    measured_speeds = speeds(report["scenarios"], report["generations"])
     for c in conversions:
-        c["speed"] = beside(c, known)
+        c["speed"] = compare(c, measured_speeds)
     report["speeds"] = [n for n in SPEEDS if any(s is not None for c in conversions for s in c["speed"][n].values())]
     report["settings"] = recommend(conversions, report["scenarios"])
     report["deviations"] = deviations(report)
-    # Every record stands in its own section already.
+    # Every record is part of the section of its stage.
     columns = ("name", "stage", "canonical", "total_seconds", "fingerprint")
     report["artifacts"] = [{key: record[key] for key in columns} for record in report.pop("records")]
     return report
 
 
 def _record(name: str, manifest: Manifest) -> dict[str, Any]:
-    """A manifest in which every section is a dictionary and every number one that JSON has."""
+    """Manifest as a record whose sections are dictionaries and whose numbers are valid JSON."""
     sections = ("config", "inputs", "metrics", "seconds", "environment", "acceptance")
     for section in sections:
         if not isinstance(getattr(manifest, section), dict):
             setattr(manifest, section, {})
-    spent = [s for s in map(number, manifest.seconds.values()) if s is not None]
+    seconds = [s for s in map(number, manifest.seconds.values()) if s is not None]
     record: dict[str, Any] = {"name": name, "stage": str(manifest.stage), "fingerprint": manifest.fingerprint}
-    record |= {"total_seconds": sum(spent) if spent else None, "canonical": manifest.canonical is True}
+    record |= {"total_seconds": sum(seconds) if seconds else None, "canonical": manifest.canonical is True}
     record |= {section: getattr(manifest, section) for section in sections}
     return json.loads(json.dumps(record), parse_constant=lambda _: NOT_FINITE)
 
@@ -187,12 +190,12 @@ def _exponential(metrics: dict[str, Any], mean: str, stderr: str) -> list[float]
 
 
 def _learning(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with a curve, and the evaluation that it began with."""
+    """Record with a curve, and the first evaluation of it."""
     return {**record, "first": (dicts(record["metrics"].get("curve")) or [{}])[0]}
 
 
 def _selection(record: dict[str, Any]) -> dict[str, Any]:
-    """A `sparsify` record with its sparse layers by number, and how many of them have an index of their own."""
+    """`sparsify` record with its sparse layers by number, and the number of layers with an index."""
     layers = dict(enumerate(dicts(record["metrics"].get("layers"))))
     sparse = {i: layer for i, layer in layers.items() if number(layer, "topk") is not None}
     return {**record, "sparse": sparse, "indexes": sum(layer.get("kind") == "full" for layer in sparse.values())}
@@ -203,61 +206,61 @@ def _comparison(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _conversion(record: dict[str, Any], contexts: dict[str, int]) -> dict[str, Any]:
-    """A `convert` record with what follows from its numbers: layout, cache by context, losses."""
+    """`convert` record with derived numbers: layout, cache by context, losses."""
     metrics = record["metrics"]
     layers = metrics["layers"] = dicts(metrics.get("layers"))
-    # The options may ask for latent_rope by another name (TransMLA's), so the layers decide.
+    # From the layers, as the options may name latent_rope differently (TransMLA's name).
     layouts = {str(layer.get("layout")) for layer in layers} - {"gqa"} or {str(record["config"].get("layout"))}
     layout = layouts.pop() if len(layouts) == 1 else "mixed"
     layout = layout if layout in PAINT else "mixed"
     losses = [loss for layer in layers if (loss := number(layer, "predicted_loss")) is not None]
     rows, ratio = _row_bytes(metrics), number(metrics, "ratio")
-    bits, kept = _bits(layers, rows), _kept(record["config"], layers)
+    bits, fraction = _bits(layers, rows), _requested_fraction(record["config"], layers)
     loss = math.log(ratio) if ratio and ratio > 0 else None
     model = record["inputs"].get("model")
     kind, digest = (str(at(model, key) or "") for key in ("model_type", "sha256"))
     return {
         **record,
         "layout": layout,
-        # As bench and generate call it, and as people do.
+        # The name in results of bench and generate, and the short name for display.
         "original": str(at(model, "path") or ""),
         "model": model_name(at(model, "path") or f"{kind} {digest[:8]}").strip() or "model",
         "row_bytes": rows,
         "bits": bits,
-        "kept": kept,
+        "kept": fraction,
         "context_bytes": {
             label: {side: _context_bytes(layers, rows[side], tokens) if rows else None for side in ("gqa", "mla")}
             for label, tokens in contexts.items()
         },
         "predicted_loss": sum(losses) if losses else None,
         "measured_loss": loss,
-        "form": f"{layout}, {_size(bits, kept)}",
+        "form": f"{layout}, {_size(bits, fraction)}",
         "ratio_interval": _exponential({**metrics, "loss": loss}, "loss", "log_ratio_stderr"),
     }
 
 
-def _size(bits: float | None, kept: float | None) -> str:
-    """How large a conversion was asked to be."""
+def _size(bits: float | None, fraction: float | None) -> str:
+    """Requested size of a conversion."""
     if bits is not None:
         return f"{bits:.3g} bits"
-    return "ranks of its own" if kept is None else f"{shown(kept, 'percent')} of the cache"
+    return "ranks by layer" if fraction is None else f"{shown(fraction, 'percent')} of the cache"
 
 
-def _kept(config: dict[str, Any], layers: list[dict[str, Any]]) -> float | None:
-    """The share of the converted layers' cache that was asked for; where a rank was, what that comes to."""
+def _requested_fraction(config: dict[str, Any], layers: list[dict[str, Any]]) -> float | None:
+    """Requested share of the converted layers' cache: the budget, or the share that the requested rank results in."""
     if number(config, "kv_lora_rank") is None:
         return number(config, "budget")
     converted = [layer for layer in layers if layer.get("layout") != "gqa"]
-    both = [(number(layer, "cached"), number(layer, "gqa_cached")) for layer in converted]
-    if not both or any(None in pair for pair in both):
+    sizes = [(number(layer, "cached"), number(layer, "gqa_cached")) for layer in converted]
+    if not sizes or any(None in pair for pair in sizes):
         return None
-    return sum(after or 0 for after, _ in both) / sum(before or 0 for _, before in both)
+    return sum(after or 0 for after, _ in sizes) / sum(before or 0 for _, before in sizes)
 
 
 def _row_bytes(metrics: dict[str, Any]) -> dict[str, list[float]] | None:
-    """Bytes of a token in every layer, before and after, where the manifest tells them."""
-    numbers, size = (number(metrics, "cache", f"gqa_{what}per_token") for what in ("", "bytes_"))
-    if not numbers or size is None:
+    """Bytes per token of every layer before (`gqa`) and after (`mla`), None if the manifest lacks them."""
+    elements, size = (number(metrics, "cache", f"gqa_{prefix}per_token") for prefix in ("", "bytes_"))
+    if not elements or size is None:
         return None
     rows: dict[str, list[float]] = {"gqa": [], "mla": []}
     for layer in metrics["layers"]:
@@ -265,14 +268,14 @@ def _row_bytes(metrics: dict[str, Any]) -> dict[str, list[float]] | None:
         if before is None or after is None:
             return None
         code, rotary = layer.get("code") or (), int(number(layer, "qk_rope_head_dim") or 0)
-        rows["gqa"].append(before * size / numbers)
+        rows["gqa"].append(before * size / elements)
         coded = LayerPlan("latent", 0, rotary, tuple(code)).coded_bytes if code else None
-        rows["mla"].append(after * size / numbers if coded is None else coded)
+        rows["mla"].append(after * size / elements if coded is None else coded)
     return rows
 
 
 def _bits(layers: list[dict[str, Any]], rows: dict[str, list[float]] | None) -> float | None:
-    """Where rows are coded: bits for each number that GQA caches in those layers, in the mean."""
+    """Mean bits of the coded layers per element that GQA caches there; None without coded layers."""
     coded = [i for i, layer in enumerate(layers) if layer.get("code")]
     if not coded or rows is None:
         return None
@@ -280,31 +283,32 @@ def _bits(layers: list[dict[str, Any]], rows: dict[str, list[float]] | None) -> 
 
 
 def _context_bytes(layers: list[dict[str, Any]], rows: list[float], tokens: int) -> int:
-    """Bytes that one sequence of `tokens` caches; a layer with a sliding window holds at most its window."""
+    """Cache bytes of one sequence of `tokens`; a layer with a sliding window caches at most its window."""
     windows = (number(layer, "window") for layer in layers)
     return round(sum(row * (tokens if w is None else min(tokens, w)) for row, w in zip(rows, windows, strict=True)))
 
 
 def _span(records: list[dict[str, Any]], form: str, *keys: str) -> str:
-    """The value at `keys` of one record, or the least and the greatest of several."""
-    seen = [at(record, *keys) for record in records]
-    finite = sorted(x for x in map(number, seen) if x is not None)
+    """Value at `keys` of one record, or the range of several."""
+    values = [at(record, *keys) for record in records]
+    finite = sorted(x for x in map(number, values) if x is not None)
     if not finite:
-        return NOT_FINITE if NOT_FINITE in seen else NOT_MEASURED
-    least, greatest = shown(finite[0], form), shown(finite[-1], form)
-    unit = "".join(greatest.partition(" ")[1:])
-    return greatest if least == greatest else f"{least.removesuffix(unit)} – {greatest}"
+        return NOT_FINITE if NOT_FINITE in values else NOT_MEASURED
+    minimum, maximum = shown(finite[0], form), shown(finite[-1], form)
+    unit = "".join(maximum.partition(" ")[1:])
+    return maximum if minimum == maximum else f"{minimum.removesuffix(unit)} – {maximum}"
 
 
 def _verdict(conversions: list[dict[str, Any]]) -> str:
-    kept = _span(conversions, "percent", *FRACTION)
-    cache = f"cache {NOT_MEASURED}" if kept == NOT_MEASURED else f"{kept} of the cache"
+    """Cache share and perplexity ratio of conversions in one phrase."""
+    share = _span(conversions, "percent", *FRACTION)
+    cache = f"cache {NOT_MEASURED}" if share == NOT_MEASURED else f"{share} of the cache"
     return f"{cache}, perplexity {_span(conversions, 'times', *RATIO)}"
 
 
 def _cards(groups: dict[str, list[dict[str, Any]]], longest: str) -> list[dict[str, Any]]:
-    """The few numbers that matter: per card one row for each layout; longest: the context of which bytes are told."""
-    everything = [conversion for part in groups.values() for conversion in part]
+    """Cards with the main numbers, one row per layout. longest: label of the context for bytes."""
+    conversions = [conversion for part in groups.values() for conversion in part]
     cards: list[dict[str, Any]] = []
     kinds: list[tuple[str, str, tuple[str, ...], str | tuple[str, ...]]] = [
         ("Cache kept", "percent", FRACTION, f"of the K and V cache at {longest} tokens, whole model"),
@@ -318,30 +322,30 @@ def _cards(groups: dict[str, list[dict[str, Any]]], longest: str) -> list[dict[s
         ),
     ]
     for title, form, keys, gqa in kinds:
-        note = gqa if isinstance(gqa, str) else f"GQA: {_span(everything, form, *gqa)}"
+        note = gqa if isinstance(gqa, str) else f"GQA: {_span(conversions, form, *gqa)}"
         rows = [{"layout": layout, "value": _span(part, form, *keys)} for layout, part in groups.items()]
         cards.append({"title": title, "note": note, "rows": rows})
     return cards
 
 
 def _shared(record: dict[str, Any]) -> int:
-    """Characters before the word in which the texts of a `generate` record part; all of a single text."""
+    """Length of the common prefix, in whole words, of the texts of a `generate` record."""
     runs = record["metrics"]["runs"] = dicts(record["metrics"].get("runs"))
     texts = [str(run.get("text") or "") for run in runs]
-    # Up to the end of the shortest.
-    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
-    common = "".join(letters[0] for letters in alike)
+    # zip stops at the end of the shortest text.
+    equal = takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
+    common = "".join(letters[0] for letters in equal)
     return len(common) if all(text == common for text in texts) else common.rfind(" ") + 1
 
 
 def _diagnoses(folder: Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each diagnosis' file holds, {} where it cannot be read. Apart from the report, for its size."""
+    """Content of each diagnosis file, {} if unreadable. Not part of the report because of its size."""
     bodies = []
     for record in records:
         # The folder may be the artifact itself.
-        at_home = folder / record["name"] if (folder / record["name"]).is_dir() else folder
+        directory = folder / record["name"] if (folder / record["name"]).is_dir() else folder
         try:
-            body = json.loads((at_home / DIAGNOSIS).read_text(encoding="utf-8"))
+            body = json.loads((directory / DIAGNOSIS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             body = None
         bodies.append(body if isinstance(body, dict) else {})
@@ -349,5 +353,6 @@ def _diagnoses(folder: Path, records: list[dict[str, Any]]) -> list[dict[str, An
 
 
 def _render(report: dict[str, Any], folder: Path) -> str:
-    drawn = figures(report, _diagnoses(folder, report["diagnoses"]))
-    return str(jinja_page("report.html.jinja").render(report, figures=drawn, at=at, said=_verdict, watched=WATCHED))
+    svgs = figures(report, _diagnoses(folder, report["diagnoses"]))
+    page = jinja_page("report.html.jinja")
+    return str(page.render(report, figures=svgs, at=at, verdict_of=_verdict, watched=WATCHED))

@@ -163,9 +163,9 @@ class RowCache(AttentionLayerBase):
         self.kv_cache = kv_cache
         rows_LW, begin = kv_cache.view(-1, kv_cache.shape[-1]), 0
         for index, columns in self.columns.items():
-            numbers, end = columns.elements, begin + columns.elements
+            elements, end = columns.elements, begin + columns.elements
             keys = index_keys(rows_LW, end, columns.index_bytes) if columns.index_bytes else None
-            rows = PagedRows(Plain(numbers, self.dtype), rows_LW[:, begin:end], self.dtype, index=keys)
+            rows = PagedRows(Plain(elements, self.dtype), rows_LW[:, begin:end], self.dtype, index=keys)
             if index in self._layers:
                 self._layers[index].bind_cache(rows)
             else:

@@ -172,7 +172,7 @@ def test_filters_keep_ties_of_the_last_token():
         assert retained.tolist() == [True, True, True, True, False]
 
 
-@pytest.mark.parametrize("asked", FILTERS, ids=str)
+@pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_filters_against_transformers(options):
     logits = logits_of(6, seed=11)
     ids = torch.tensor([[1, 2, 3, 4, 4]] * 6)

@@ -27,7 +27,7 @@ from support.speculating import (
 class Text:
     """What of a sequence prompt lookup reads."""
 
-    judged = None
+    original = None
 
     def __init__(self, token_ids):
         self.token_ids = token_ids

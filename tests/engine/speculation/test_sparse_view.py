@@ -300,7 +300,7 @@ def test_lossy_keeps_provisional_tokens(tiny_models):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"speculative": "none"}, "specpv = lossless judges drafted tokens; speculative must be ngram or a head"),
+        ({"speculative": "none"}, "specpv = lossless verifies drafted tokens; speculative must be ngram or a head"),
         (
             {"specpv_dtype": "int8", "dtype": "float32"},
             "specpv_dtype = int8 is for bfloat16 models on a CPU; this one is",
