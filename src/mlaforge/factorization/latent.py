@@ -1,6 +1,6 @@
 """Latent projections of a layer, computed from its weights and moments in fp64.
 
-docs/conversion.md has the derivations. A rotary pair (i, i + P) is treated as one complex number, x_i + i·x_{i+P}; RoPE
+docs/conversion.md has the formulas. A rotary pair (i, i + P) is treated as one complex number, x_i + i·x_{i+P}; RoPE
 multiplies it by e^{iωt}, so that it commutes with every complex mixing across KV heads.
 
 Legend: H query heads, G KV heads, D head_dim, P = D/2 rotary pairs, C hidden size, R kv_lora_rank,

@@ -2,7 +2,7 @@
 
 They are collected in one forward and one backward pass over the calibration windows, one layer at a time, in fp64: for
 each layer the inputs' mean and covariance, the Fisher matrix of (k, v), and local Gauss-Newton weights of k and v.
-docs/conversion.md has the derivations. Hidden states are stored on disk, so that memory does not grow with the number
+docs/conversion.md has the formulas. Hidden states are stored on disk, so that memory does not grow with the number
 of layers.
 
 Legend: B windows, T tokens, H query heads, G KV heads, D head_dim, P = D/2 rotary pairs, I sampled query rows.

@@ -1,6 +1,6 @@
 """Reader of the results of `bench` and `gate` below a folder, results/<time>/*.json, for the report.
 
-It groups cases and computes nothing else. docs/bench.md describes each field.
+It groups cases and computes nothing else. docs/bench.md describes the main fields.
 """
 
 from __future__ import annotations
