@@ -78,13 +78,13 @@ def test_a_model_that_generates_no_text(tiny_models, tmp_path, monkeypatch, caps
     options = {**SMALL, "nsamples": 2, "eval_windows": 2}
     manifest = convert.run(str(tiny_models["llama"]), tmp_path / "out", ConvertConfig(**options))
     lines = [line for line in capsys.readouterr().err.splitlines() if "calibrat" in line and ":" in line]
-    assert any("surprise it as much as noise; calibrating on the embedded" in line for line in lines)
+    assert any("close to that of a random model; calibrating on the embedded" in line for line in lines)
     record = manifest.inputs["calibration"]
     assert record["source"] == corpus.EMBEDDED and record["windows"] == 2
     again = convert.run(str(tiny_models["llama"]), tmp_path / "out", ConvertConfig(**options))
     assert again.fingerprint == manifest.fingerprint
     for texts in (corpus.SELF, (corpus.EMBEDDED, corpus.SELF)):
-        with pytest.raises(UserError, match="surprise it as much as noise"):
+        with pytest.raises(UserError, match="close to that of a random model"):
             convert.run(str(tiny_models["llama"]), tmp_path / "other", ConvertConfig(**options, calibration=texts))
     assert not (tmp_path / "other").exists()
 

@@ -252,7 +252,7 @@ def test_command_line(cli, target, text, tmp_path):
     recipe.write_text("\n".join(f"{key.replace('_', '-')}: {value}" for key, value in {**OPTIONS, "steps": 2}.items()))
     done = cli("draft", "train", target, "--text", text, "--out", tmp_path / "head", "--recipe", recipe)
     assert done.exit_code == 0, done.stderr
-    assert "tokens a step of 3 drafted" in done.stdout
+    assert "tokens per step with 3 drafted" in done.stdout
     assert Manifest.load(tmp_path / "head").stage == "draft train"
 
 

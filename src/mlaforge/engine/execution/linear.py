@@ -149,8 +149,8 @@ def _torch_int4(weight_MK: Tensor) -> Product:
 
 def vocabulary_head(weight_VK: Tensor, format: str) -> PackedLinear:
     """Return the vocabulary head. In int4 it keeps 8 bits: 4 bits cost more there than in all other layers together
-    (docs/notes/cpu-kernels.md). Logits are fp32 sums on a GPU and where a kernel is compiled: rounded to bf16, many of the
-    likeliest would be equal."""
+    (docs/notes/cpu-kernels.md). Logits are fp32 sums on a GPU and where a kernel is compiled: rounded to bf16, many of
+    the likeliest would be equal."""
     return PackedLinear(weight_VK, None, "int8" if format == "int4" else format, out_fp32=True)
 
 
