@@ -303,7 +303,7 @@ def test_small_cache_bytes_preempt_and_change_nothing(tiny_models):
     widths=st.lists(st.tuples(st.integers(1, 64), st.integers(0, 2)), min_size=1, max_size=6),
     windows=st.lists(st.none() | st.integers(1, 200), min_size=1, max_size=3, unique=True),
     block_size=st.integers(1, 32),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32, "newest", "first", "both"]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, "int4"]),
     max_num_seqs=st.integers(1, 64),
     max_model_len=st.integers(1, 4096),
     max_step=st.integers(64, 512),
@@ -315,12 +315,11 @@ def test_groups_fit_the_budget_and_error_names_a_sufficient_one(
     windows = sorted(windows, key=lambda w: (w is not None, w))
     numbers, places = [width for width, _ in widths] + [8] * len(windows), [i % len(windows) for _, i in widths]
     if isinstance(dtype, str):
-        # Formats of which some blocks are whole.
-        kinds, block_size = {"newest", "first"} if dtype == "both" else {dtype}, 32 * -(-block_size // 32)
-        stored = type("Stored", (Int4,), {"whole": frozenset(kinds)})
-        formats = [stored(1, 2 * width) for width in numbers]
+        block_size = 32 * -(-block_size // 32)
+        formats = [Int4(1, 2 * width) for width in numbers]
     else:
-        kinds, formats = set(), [Plain(width, dtype) for width in numbers]
+        formats = [Plain(width, dtype) for width in numbers]
+    newest_unquantized = isinstance(dtype, str)
     places += range(len(windows))
     layers = [LayerCache("gqa", form, index) for form, index in zip(formats, places, strict=True)]
     rest = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_step": max_step}
@@ -340,10 +339,9 @@ def test_groups_fit_the_budget_and_error_names_a_sufficient_one(
     assert used <= budget
     touched = min(-(-max_model_len // block_size), (max_step - 1) // block_size + 2)
     for group in groups:
-        assert group.unquantized == kinds
-        assert group.num_unquantized >= touched * ("newest" in kinds) + ("first" in kinds)
-        assert kinds or not group.num_unquantized
-    if not kinds:
+        assert group.newest_unquantized == newest_unquantized
+        assert group.num_unquantized >= touched if newest_unquantized else group.num_unquantized == 0
+    if not newest_unquantized:
         widths = [sum(la.width for la in layers if la.group == g) for g in range(len(groups))]
         assert sizes == [width * block_size * dtype.itemsize for width in widths]
     assert [group.window for group in groups] == windows

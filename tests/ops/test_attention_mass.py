@@ -27,7 +27,7 @@ class Tables:
     def __init__(self):
         counts = [-(-length // SIZE) for length, _ in SEQUENCES]
         self.order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).split(counts)
-        self.groups = [CacheGroup("rows", sum(counts), None, frozenset(), 0)]
+        self.groups = [CacheGroup("rows", sum(counts), None, False, 0)]
 
     def table(self, seq, group):
         return 0, self.order[seq].tolist()

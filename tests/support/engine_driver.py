@@ -157,7 +157,9 @@ def renew(
         blocks = most_blocks(probe, index, longest, max_step) + spare
         assert blocks * block_size <= slots[index], f"{group.name} has {slots[index]} slots, not {blocks * block_size}"
         groups.append(
-            dataclasses.replace(group, num_blocks=blocks, num_unquantized=num_unquantized if group.unquantized else 0)
+            dataclasses.replace(
+                group, num_blocks=blocks, num_unquantized=num_unquantized if group.newest_unquantized else 0
+            )
         )
     engine.cache.groups, engine.cache.block_size = groups, block_size
     for index, (layer, rows) in enumerate(zip(cache.layers, cache.rows, strict=True)):

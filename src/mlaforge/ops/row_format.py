@@ -44,7 +44,7 @@ class RowFormat(Protocol):
     width               elements of a token's row
     tokens              tokens per unit
     unit_bytes          bytes of a unit
-    unquantized_blocks  which blocks of a sequence stay in bf16: "first", "newest" (engine/cache/block_tables.py)
+    newest_unquantized  whether the newest block of a sequence stays in bf16 (engine/cache/block_tables.py)
     descriptor          the format's id and sizes, as the compiled kernels take them
     """
 
@@ -55,7 +55,7 @@ class RowFormat(Protocol):
     def tokens(self) -> int: ...
 
     @property
-    def unquantized_blocks(self) -> frozenset[str]: ...
+    def newest_unquantized(self) -> bool: ...
 
     @property
     def unit_bytes(self) -> int: ...
@@ -82,7 +82,7 @@ class Plain:
     dtype: torch.dtype
 
     tokens = 1
-    unquantized_blocks = frozenset[str]()
+    newest_unquantized = False
 
     @property
     def unit_bytes(self) -> int:
@@ -121,7 +121,7 @@ class Int8:
     group_sizes: tuple[int, ...]
 
     tokens = 1
-    unquantized_blocks = frozenset[str]()
+    newest_unquantized = False
 
     @property
     def width(self) -> int:
@@ -172,7 +172,7 @@ class Int4:
 
     tokens = INT4_TOKENS
     # Until the block has its 32 tokens.
-    unquantized_blocks = frozenset(["newest"])
+    newest_unquantized = True
 
     @property
     def width(self) -> int:
@@ -230,7 +230,7 @@ class Coded:
     rope_dim: int = 0
 
     tokens = 1
-    unquantized_blocks = frozenset[str]()
+    newest_unquantized = False
 
     @functools.cached_property
     def code(self) -> CodedRows:

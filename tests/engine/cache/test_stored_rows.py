@@ -16,7 +16,7 @@ from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Int4, Int8, Plain, row_format
+from mlaforge.ops.row_format import Plain, row_format
 from mlaforge.planning.plan import LayerPlan, Plan
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
@@ -83,7 +83,7 @@ def test_result_does_not_depend_on_schedule(family, layout, stored, model):
         speculate(llm.engine, drafter, 5)
         assert results(llm.generate(PROMPTS, ASKED)) == alone
     assert llm.engine.stats().speculation.accepted
-    if not any(group.unquantized for group in llm.engine.tables.groups):
+    if not any(group.newest_unquantized for group in llm.engine.tables.groups):
         branch(llm.engine, Branching(texts, 0.8), 6, tree=12)
         assert results(llm.generate(PROMPTS[:1], ASKED)) == alone[:1]
         assert llm.engine.stats().speculation.tree_tokens
@@ -93,21 +93,8 @@ def test_result_does_not_depend_on_schedule(family, layout, stored, model):
     size = llm.engine.config.block_size
     renew(llm.engine, 2, 230 + NEW, block_size=size, max_step=64, num_unquantized=6)
     assert results(llm.generate(PROMPTS, ASKED)) == alone
-    # Where both are whole, no answer needs more blocks than its prompt.
-    assert llm.engine.stats().preemptions > 0 or len(llm.engine.tables.groups[0].unquantized) == 2
+    assert llm.engine.stats().preemptions > 0
     idle(llm.engine)
-
-
-@pytest.mark.skipif(kernels() is None, reason="torch's products depend on what is computed beside")
-@pytest.mark.parametrize(
-    ("form", "layout"), [(Int4, None), (Int8, None), (Int8, "latent_rope"), (Int8, "latent")], ids=str
-)
-def test_first_blocks_can_be_unquantized(form, layout, model, monkeypatch):
-    """Beside the newest ones of int4, and alone; they are found again too."""
-    monkeypatch.setattr(form, "unquantized_blocks", form.unquantized_blocks | {"first"})
-    test_result_does_not_depend_on_schedule(
-        "llama" if layout is None else "mistral", layout, form.__name__.lower(), model
-    )
 
 
 class RoundTrip(DynamicCache):

@@ -29,17 +29,11 @@ MODELS = {
     "full+window": (FULL, CacheGroup("window", 25, 5)),
     "windows": (CacheGroup("narrow", 18, 2), CacheGroup("wide", 25, 7)),
     "everything": (CacheGroup("one", 20, 1), FULL, CacheGroup("whole blocks", 25, 6)),
-    "newest unquantized": (CacheGroup("newest", 30, unquantized=frozenset(["newest"]), num_unquantized=18),),
-    "first unquantized": (FULL, CacheGroup("first", 25, unquantized=frozenset(["first"]), num_unquantized=7)),
-    "first and newest unquantized": (
-        CacheGroup("both", 25, unquantized=frozenset(["first", "newest"]), num_unquantized=20),
-        FULL,
-    ),
+    "newest unquantized": (CacheGroup("newest", 30, newest_unquantized=True, num_unquantized=18),),
     "unquantized and windows": (
         FULL,
-        CacheGroup("newest", 25, 6, frozenset(["newest"]), 20),
-        CacheGroup("both", 25, 3, frozenset(["first", "newest"]), 22),
-        CacheGroup("first", 25, 7, frozenset(["first"]), 9),
+        CacheGroup("newest", 25, 6, True, 20),
+        CacheGroup("newest narrow", 25, 3, True, 22),
     ),
 }
 MAX_SEQUENCES = 5  # sequences at a time
@@ -104,8 +98,7 @@ class Engine(RuleBasedStateMachine):
         number, block = position // self.bs, blocks[(position - first) // self.bs]
         if number == query // self.bs:
             block = self.tables.written(seq, group).get(number, block)
-        kinds = self.tables.groups[group].unquantized
-        whole = ("first" in kinds and number == 0) or ("newest" in kinds and number == query // self.bs)
+        whole = self.tables.groups[group].newest_unquantized and number == query // self.bs
         assert self.tables._pools[group].is_unquantized(block) == whole
         return block * self.bs + position % self.bs
 
@@ -198,7 +191,7 @@ class Engine(RuleBasedStateMachine):
         length = max(0, run.computed - by)
         num_computed = self.tables.rewind(seq, length)
         if (
-            any("newest" in group.unquantized for group in self.tables.groups)
+            any(group.newest_unquantized for group in self.tables.groups)
             and length // self.bs < run.computed // self.bs
         ):
             length -= length % self.bs
@@ -287,11 +280,10 @@ class Engine(RuleBasedStateMachine):
 
     @invariant()
     def published_blocks_hold_what_their_digest_says(self):
-        for pool, memory, group in zip(self.tables._pools, self.memory, self.tables.groups, strict=True):
+        for pool, memory in zip(self.tables._pools, self.memory, strict=True):
             for block in range(pool.num_blocks):
                 if (digest := pool.digest(block)) is not None:
-                    first = memory[block * self.bs] and len(memory[block * self.bs]) == 1
-                    assert pool.is_unquantized(block) == ("first" in group.unquantized and first)
+                    assert not pool.is_unquantized(block)
                     rows = [memory[block * self.bs + row] for row in range(self.bs)]
                     history = rows[-1]
                     assert digest == block_digests(history, self.bs)[-1]

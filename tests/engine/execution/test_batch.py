@@ -185,7 +185,7 @@ class Kept(Tables):
 
 def test_queries_read_their_block_unquantized_and_earlier_ones_quantized():
     """Positions 6 to 12 of one sequence, 1 of another, in blocks of 4: a step that fills two blocks."""
-    group = CacheGroup("it", 20, unquantized=frozenset(["newest"]), num_unquantized=4)
+    group = CacheGroup("it", 20, newest_unquantized=True, num_unquantized=4)
     tables = Kept(4, [group], [(0, [3, 5, 4, 22]), (0, [23])])
     batch = make_batch([Chunk(0, range(1000), 6, 13), Chunk(1, range(1000), 1, 2)], tables, CPU)
     (view,) = batch.views

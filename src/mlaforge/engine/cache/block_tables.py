@@ -3,10 +3,10 @@
 A group with full attention keeps every position. A group with window W keeps what a query may still see: at position p
 the positions p - W + 1 to p. All groups of a sequence hold the same tokens, so one chain of digests serves them all.
 
-A group with a quantized format may keep some blocks unquantized: the `first` of a sequence, or the `newest`, which is
-the block of the query. All blocks before that are quantized for the query, also where one step fills several. So a step
-has an unquantized block for each one that it writes to, and for each that it fills a quantized one too, which is
-quantized before attention runs. In a group without a quantized format all blocks count as quantized.
+A group with a quantized format may keep the newest block of a sequence, the query's, unquantized. All blocks before it
+are quantized for the query, also where one step fills several. So a step has an unquantized block for each one that it
+writes to, and for each that it fills a quantized one too, which is quantized before attention runs. In other groups all
+blocks count as quantized.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mlaforge.engine.cache.block_pool import BlockPool, block_digests
 
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
-    """Layers that cache the same positions. `window` None is full attention. `unquantized` names the blocks of a
-    sequence that stay unquantized (`first`, `newest`): `num_unquantized` blocks of the pool, after the `num_blocks`
-    others."""
+    """Layers that cache the same positions. `window` None is full attention. With `newest_unquantized`
+    the newest block of a sequence is one of the pool's `num_unquantized` blocks, which follow the `num_blocks` others.
+    """
 
     name: str
     num_blocks: int
     window: int | None = None
-    unquantized: frozenset[str] = frozenset()
+    newest_unquantized: bool = False
     num_unquantized: int = 0
 
 
@@ -209,15 +209,14 @@ class BlockTables:
 
     def _need(self, group: int, table: _Table, computed: int, upto: int) -> _Need:
         """The blocks that a step to position `upto` still needs."""
-        pool, kinds = self._pools[group], self.groups[group].unquantized
+        pool, newest_unquantized = self._pools[group], self.groups[group].newest_unquantized
         last, rows = divmod(computed, self.block_size)
         quantized: list[int] = []
         unquantized: list[int] = []
         for number in range(last, -(-upto // self.block_size)):
-            stays_unquantized = "first" in kinds and number == 0
-            if "newest" not in kinds or stays_unquantized:
+            if not newest_unquantized:
                 if number >= table.end:
-                    (unquantized if stays_unquantized else quantized).append(number)
+                    quantized.append(number)
                 continue
             if number not in table.written and not (number == last and rows):
                 unquantized.append(number)
@@ -238,17 +237,17 @@ class BlockTables:
 
     def _extend(self, group: int, table: _Table, computed: int, need: _Need) -> None:
         """Allocate the needed blocks and enter them in the table."""
-        pool, kinds = self._pools[group], self.groups[group].unquantized
+        pool, newest_unquantized = self._pools[group], self.groups[group].newest_unquantized
         last, rows = divmod(computed, self.block_size)
-        if "newest" in kinds and rows and not ("first" in kinds and last == 0):
+        if newest_unquantized and rows:
             table.written.setdefault(last, table.blocks[last - table.first])
         unquantized = pool.allocate(len(need.unquantized), unquantized=True)
         after = table.blocks[-1] if table.blocks and not pool.is_unquantized(table.blocks[-1]) else None
         quantized = pool.allocate(len(need.quantized), after)
         assert unquantized is not None and quantized is not None
         allocated = dict(zip(need.unquantized, unquantized, strict=True))
-        if "newest" in kinds:
-            table.written |= {number: block for number, block in allocated.items() if number or "first" not in kinds}
+        if newest_unquantized:
+            table.written |= allocated
         allocated |= zip(need.quantized, quantized, strict=True)
         for number in sorted(allocated):
             if number < table.end:
@@ -292,7 +291,7 @@ class BlockTables:
         assert 0 <= length <= state.computed, f"sequence {seq} has {state.computed} tokens, not {length}"
         self._finalize_step(state)
         if length // self.block_size < state.computed // self.block_size and any(
-            "newest" in g.unquantized for g in self.groups
+            g.newest_unquantized for g in self.groups
         ):
             length -= length % self.block_size
         if any(table.first > self._first_visible_block(group, length) for group, table in enumerate(state.tables)):
@@ -345,7 +344,7 @@ class BlockTables:
 
     def written(self, seq: int, group: int) -> Mapping[int, int]:
         """Return the unquantized blocks that the current step writes to, by block number of the sequence, where the
-        newest block is unquantized; without those that stay unquantized. Not a copy: read it at once."""
+        newest block is unquantized. Not a copy: read it at once."""
         return self._sequences[seq].tables[group].written
 
     def check_integrity(self) -> None:
@@ -361,11 +360,9 @@ class BlockTables:
                     f"{where}: starts at {table.first}"
                 )
                 assert state.computed <= table.end * self.block_size, f"{where}: ends at {table.end}"
-                kinds, written = self.groups[group].unquantized, {full: None, **table.written}
+                newest, written = self.groups[group].newest_unquantized, {full: None, **table.written}
                 for number, block in enumerate(table.blocks, start=table.first):
-                    unquantized = ("first" in kinds and number == 0) or (
-                        "newest" in kinds and number in written and written[number] in (None, block)
-                    )
+                    unquantized = newest and number in written and written[number] in (None, block)
                     assert pool.is_unquantized(block) == unquantized, (
                         f"{where}: block {block} is {'not ' * unquantized}unquantized"
                     )
@@ -380,7 +377,7 @@ class BlockTables:
         partial one unquantized."""
         end = -(-state.computed // self.block_size)
         for group, table in enumerate(state.tables):
-            if "newest" not in self.groups[group].unquantized:
+            if not self.groups[group].newest_unquantized:
                 continue
             pool, dropped = self._pools[group], table.truncate(max(0, end - table.first))
             pool.release(reversed(dropped))

@@ -93,7 +93,7 @@ def layer_caches(
         if codes[index] and kv_cache_dtype != "bf16":
             format = Coded(tuple(codes[index]), sum(parts[1:]))
         index_bytes = config.index_head_dim if sparse and config.indexer_types[index] == "full" else 0
-        if index_bytes and format.unquantized_blocks:
+        if index_bytes and format.newest_unquantized:
             raise UserError(
                 f"kv_cache_dtype {kv_cache_dtype} keeps unquantized blocks, which sparse attention cannot select from; "
                 "use int8 or bf16"
@@ -113,7 +113,7 @@ class MinimumCache:
     unquantized: list[int]
     block_bytes: list[int]
     unquantized_block_bytes: list[int]
-    kinds: list[frozenset[str]]
+    newest_unquantized: list[bool]
 
     @classmethod
     def of(
@@ -121,19 +121,17 @@ class MinimumCache:
         max_step: int,
     ) -> MinimumCache:  # fmt: skip
         by_group = [[layer for layer in layers if layer.group == group] for group in range(len(windows))]
-        kinds = [
-            frozenset[str]().union(*(layer.format.unquantized_blocks for layer in members)) for members in by_group
-        ]
+        newest_unquantized = [any(layer.format.newest_unquantized for layer in members) for members in by_group]
         longest = -(-max_model_len // block_size)
         # Blocks of one sequence during a step.
         blocks = [min(longest, 2 if window is None else (window + max_step) // block_size + 2) for window in windows]
         touched = min(longest, (max_step - 1) // block_size + 2)
-        unquantized = [touched * ("newest" in kind) + ("first" in kind) for kind in kinds]
+        unquantized = [touched * newest for newest in newest_unquantized]
         sizes = [sum(layer.block_bytes(block_size) for layer in members) for members in by_group]
         unquantized_sizes = [
             sum(layer.unquantized_block_bytes(block_size) for layer in members) for members in by_group
         ]
-        return cls(blocks, unquantized, sizes, unquantized_sizes, kinds)
+        return cls(blocks, unquantized, sizes, unquantized_sizes, newest_unquantized)
 
     @property
     def bytes(self) -> int:
@@ -153,7 +151,7 @@ def size_groups(
     Raises CacheTooSmall where the budget does not hold one short sequence.
     """
     minimum = MinimumCache.of(layers, windows, block_size, max_model_len, max_step)
-    minimum_blocks, minimum_unquantized, kinds = minimum.blocks, minimum.unquantized, minimum.kinds
+    minimum_blocks, minimum_unquantized = minimum.blocks, minimum.unquantized
     block_bytes, unquantized_bytes = minimum.block_bytes, minimum.unquantized_block_bytes
     max_blocks = max_num_seqs * -(-max_model_len // block_size) + 1
     if budget < minimum.bytes:
@@ -162,11 +160,8 @@ def size_groups(
             f"{minimum.bytes} bytes are needed"
         )
     remaining = budget - minimum.bytes
-    # Unquantized blocks: for all that sequences write at once and for first blocks of finished requests; at most 1/4.
-    target = [
-        (2 * max_num_seqs + max_step // block_size) * ("newest" in kind) + 2 * max_num_seqs * ("first" in kind)
-        for kind in kinds
-    ]
+    # Unquantized blocks: for all that sequences write at once; at most 1/4.
+    target = [(2 * max_num_seqs + max_step // block_size) * newest for newest in minimum.newest_unquantized]
     scale = min(1.0, remaining / 4 / max(1, _dot(target, unquantized_bytes)))
     unquantized = [minimum + int(n * scale) for n, minimum in zip(target, minimum_unquantized, strict=True)]
     budget -= _dot(unquantized, unquantized_bytes)
@@ -188,7 +183,9 @@ def size_groups(
     ]
     return [
         CacheGroup("full" if window is None else f"window {window}", *fields)
-        for window, fields in zip(windows, zip(counts, windows, kinds, unquantized, strict=True), strict=True)
+        for window, fields in zip(
+            windows, zip(counts, windows, minimum.newest_unquantized, unquantized, strict=True), strict=True
+        )
     ]
 
 

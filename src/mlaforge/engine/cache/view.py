@@ -47,7 +47,7 @@ def make_views(
     shared = _shared(spans, tables, device) | {"generating": tuple(generating)}
     views = []
     for group in groups or range(len(tables.groups)):
-        if "newest" in tables.groups[group].unquantized:
+        if tables.groups[group].newest_unquantized:
             assert tree is None, "queries of one block see different blocks before it"
             by_block = _split_by_block(spans, tables.block_size)
             packs = _packs(spans, tables, group)
@@ -97,7 +97,7 @@ def _visible_blocks(group: int, span: Span, tables: Tables) -> tuple[int, Sequen
     """As Tables.table, for the queries of this span."""
     seq, _, stop = span
     first, blocks = tables.table(seq, group)
-    if "newest" not in tables.groups[group].unquantized:
+    if not tables.groups[group].newest_unquantized:
         return first, blocks
     newest = (stop - 1) // tables.block_size
     index = newest - first // tables.block_size
@@ -109,7 +109,7 @@ def _view(
 ) -> CacheView:  # fmt: skip
     size = tables.block_size
     visible = [_visible_blocks(group, span, tables) for span in spans]
-    if isinstance(tables, DeviceTables) and "newest" not in tables.groups[group].unquantized:
+    if isinstance(tables, DeviceTables) and not tables.groups[group].newest_unquantized:
         table_SB = tables.table_SB([seq for seq, _, _ in spans], group)
     else:
         table_SB = _host_table([blocks for _, blocks in visible], device)
