@@ -27,12 +27,10 @@ from rows import Results, parser
 
 def write_source(directory: Path, layers: int) -> int:
     """Write the first layers of the geometry with random weights. Return the bytes of its tensors."""
-    from mlaforge.checkpoint.source_model import SourceModel
     from mlaforge.demo import geometry
-    from mlaforge.demo import model as demo_model
 
     random = geometry.Random(geometry.settings("20b", layers), seed=0)
-    random.write(directory, SourceModel.open(demo_model.fetch()))
+    random.write(directory)
     return random.bytes
 
 

@@ -186,7 +186,7 @@ def test_a_sequence_ends_with_the_cache(llama, llm, capsys):
     assert len(output.prompt_logprobs) == 448
     (output,) = watched(llama).generate([[1] * 512], SamplingParams(max_tokens=0, prompt_logprobs=0))
     assert len(output.prompt_logprobs) == 512
-    assert "context cut" not in capsys.readouterr().err
+    assert "context limited" not in capsys.readouterr().err
 
 
 def test_rejects_request_id_in_use(llm):
