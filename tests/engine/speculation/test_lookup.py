@@ -96,7 +96,7 @@ def test_lookup_goes_first_and_tokens_do_not_change(way, llm):
 
 @pytest.mark.parametrize("name", HOW)
 def test_sampling_parameters_apply(name, llm):
-    """Copies are not drawn: seeded tokens are those of plain decoding."""
+    """Lookup drafts are not sampled: seeded tokens are those of plain decoding."""
     if name in ("json", "regex"):
         pytest.importorskip("llguidance")
     prompts = [prompt * 3 for prompt in random_prompts(30, 20)]

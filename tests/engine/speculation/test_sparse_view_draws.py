@@ -32,7 +32,7 @@ class Undrawn(Drawing):
 
 
 def lying(self, *asked):
-    """As PartialVerification.propose, with a q that is not what was drawn from."""
+    """As SparseViewDrafter.propose, with a q that is not what was drawn from."""
     drafts = SparseViewDrafter.propose(self, *asked)
     return {s: dataclasses.replace(d, q_KV=d.q_KV.flip(0).roll(1, -1) + 0.2) for s, d in drafts.items()}
 
