@@ -184,7 +184,6 @@ def test_files_stay_readable(path):
 VAGUE = set(re.findall(r"\w+", "own told made asked each found judged wanted kept held whoever burnt hush given both"))
 # Identifiers that may have such a part, each with its reason; at most 40.
 STANDARD = {
-    "HELD_OUT": "held-out data is the field's term",
     "held_out": "held-out data is the field's term",
     "connection_made": "method of asyncio.Protocol",
 }

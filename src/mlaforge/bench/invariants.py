@@ -31,7 +31,7 @@ from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.speculation.controller import Decision
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
 from mlaforge.engine.speculation.sparse_view import LEAST_PROVISIONAL
-from mlaforge.engine.speculation.step import Proposal
+from mlaforge.engine.speculation.speculation import Proposal
 from mlaforge.ops import native
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import OPS, Op

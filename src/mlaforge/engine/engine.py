@@ -37,13 +37,13 @@ from mlaforge.engine.sampling.grammar import Grammars
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.sampler import Sampler
 from mlaforge.engine.sampling.state import SamplingState
-from mlaforge.engine.scheduler import Plan, Scheduler
+from mlaforge.engine.scheduler import Scheduler, SchedulerOutput
 from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
 from mlaforge.engine.speculation.drafter import Drafter
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.engine.speculation.sparse_view import SparseViewDrafter, sparse_view_format
-from mlaforge.engine.speculation.step import Proposal, Speculation
+from mlaforge.engine.speculation.speculation import Proposal, Speculation
 from mlaforge.engine.speculation.verification import Verified, verify
 from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts, read_prompt_logprobs
@@ -257,12 +257,12 @@ class Engine:
         speculation, queue, began = self.speculation, self.scheduler, time.perf_counter()
         failed = [self._fail(request, reason) for request, reason in grammar_wait.resume(queue.running).items()]
         decision = speculation.controller.decide(queue.running, bool(queue.waiting)) if speculation else NO_DRAFT
-        plan = queue.schedule(decision.tokens)
-        if not plan.chunks:
+        scheduled = queue.schedule(decision.tokens)
+        if not scheduled.chunks:
             grammar_wait.resume(queue.running, grammar_wait.IDLE_SECONDS)
             return failed
-        grammar_wait.start_compilation(sequence for sequence, _ in plan.chunks)
-        settled = self._settle(self._draw(self._compute(self._propose(decision, plan)), began))
+        grammar_wait.start_compilation(sequence for sequence, _ in scheduled.chunks)
+        settled = self._settle(self._draw(self._compute(self._propose(decision, scheduled)), began))
         outputs = self._make_outputs(self._commit(settled))
         return failed + outputs + [self._fail_non_finite(request) for request in settled.non_finite]
 
@@ -281,12 +281,12 @@ class Engine:
         ended = [Completion(s.index, [], "", None, "error") for s in request.sequences if not s.stopping.finished]
         return _output(request, ended, finished=True, error=reason, **fields)
 
-    def _propose(self, decision: Decision, plan: Plan) -> Proposal:
+    def _propose(self, decision: Decision, scheduled: SchedulerOutput) -> Proposal:
         """Propose drafts. They are written to the reserved room, so shared blocks are copied first."""
-        self.cache.copy(plan.copies)
+        self.cache.copy(scheduled.copies)
         if self.speculation is None:
-            return Proposal(plan.chunks)
-        return self.speculation.propose(decision, plan.chunks)
+            return Proposal(scheduled.chunks)
+        return self.speculation.propose(decision, scheduled.chunks)
 
     def _compute(self, proposal: Proposal) -> Computed:
         """Run the model on every sequence's chunk, with its draft."""

@@ -17,7 +17,7 @@ from mlaforge.engine.request.sequence import Sequence
 
 
 @dataclasses.dataclass
-class Plan:
+class SchedulerOutput:
     """A step: its sequences with the position up to which each is computed, and the blocks to copy before. Positions
     after a sequence's tokens are for a draft."""
 
@@ -59,14 +59,14 @@ class Scheduler:
         child.computed = parent.computed
         self.running.append(child)
 
-    def schedule(self, drafts: Callable[[Sequence], int] = lambda sequence: 0) -> Plan:
+    def schedule(self, drafts: Callable[[Sequence], int] = lambda sequence: 0) -> SchedulerOutput:
         """Return the next step, with blocks reserved for it; empty when no sequence can run.
 
         `drafts` returns the number of drafted tokens that a decoding sequence wants to verify. The sequence gets fewer
         where they would take a token from a running sequence, and none where blocks are short: a draft preempts no
         sequence.
         """
-        plan = Plan()
+        scheduled = SchedulerOutput()
         # Tokens of the step beyond one for each decoding sequence.
         budget = self.max_num_batched_tokens - sum(map(_decodes, self.running))
         prompts = sum(not (sequence.decoding or sequence.waiting_for_grammar) for sequence in self.running)
@@ -95,8 +95,8 @@ class Scheduler:
                     break
                 copies = self.tables.reserve(sequence.number, upto)
             else:
-                plan.chunks.append((sequence, upto + count))
-                plan.copies += copies
+                scheduled.chunks.append((sequence, upto + count))
+                scheduled.copies += copies
                 budget -= count if sequence.decoding else min(budget, sequence.token_cost * (upto - sequence.computed))
         while self.waiting and budget and not preempted and self.tables.available > self._insufficient_blocks:
             sequence = self.waiting[0]
@@ -115,12 +115,12 @@ class Scheduler:
             if not sequence.prefilled:
                 sequence.request.num_cached_tokens = cached
             self.running.append(self.waiting.popleft())
-            plan.chunks.append((sequence, upto))
-            plan.copies += copies
+            scheduled.chunks.append((sequence, upto))
+            scheduled.copies += copies
             budget = max(0, budget - sequence.token_cost * (upto - cached))
         waiting = any(sequence.waiting_for_grammar for sequence in self.running)
-        assert plan.chunks or waiting or not (self.running or self.waiting), "too few blocks for a single sequence"
-        return plan
+        assert scheduled.chunks or waiting or not (self.running or self.waiting), "too few blocks for a single sequence"
+        return scheduled
 
     def _end(self, sequence: Sequence, start: int, budget: int) -> int:
         """The position up to which a step may compute a sequence, from `start` on."""

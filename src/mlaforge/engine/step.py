@@ -1,11 +1,11 @@
 """The phases of a step as types. Each is built from the one before it, so that there is one order:
 
-Decision     how many tokens to draft, before room is reserved (engine/speculation/controller.py)
-Plan         what each sequence computes, with room reserved; blocks to copy before anything is written (scheduler.py)
-Proposal     drafts, within the reserved room (engine/speculation/step.py)
-Computed     the hidden states of all rows
-Drawn        the tokens that follow, appended to their sequences
-Settled      accepted rows are in place and the drafter has seen the step: blocks may be published as prefixes
+Decision          how many tokens to draft, before room is reserved (engine/speculation/controller.py)
+SchedulerOutput   what each sequence computes, with room reserved, and blocks to copy first (scheduler.py)
+Proposal          drafts, within the reserved room (engine/speculation/speculation.py)
+Computed          the hidden states of all rows
+Drawn             the tokens that follow, appended to their sequences
+Settled           accepted rows are in place and the drafter has seen the step: blocks may be published as prefixes
 
 Legend: N rows of the step, C hidden size, S columns of the captured states.
 """
@@ -25,7 +25,7 @@ from mlaforge.engine.request.output import Completion
 from mlaforge.engine.request.sequence import Request, Sequence
 from mlaforge.engine.sampling.logprobs import logprobs_of
 from mlaforge.engine.speculation.drafter import Draft
-from mlaforge.engine.speculation.step import Proposal
+from mlaforge.engine.speculation.speculation import Proposal
 from mlaforge.engine.speculation.verification import Verified
 from mlaforge.runtime import on_device
 
