@@ -302,12 +302,12 @@ TestEngine = Engine.TestCase
 TestEngine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("seed", range(32))
+@pytest.mark.parametrize("seed", range(4 * len(MODELS)))
 def test_random_lifetimes(seed):
     """The same rules with the frequencies of a busy engine, so that pools fill up and prefixes meet."""
     random = Random(seed)
     engine = Engine()
-    engine.build(sorted(MODELS)[seed % 8], 1 + seed // 8, caching=seed % 7 != 6, lookback=random.randrange(4))
+    engine.build(sorted(MODELS)[seed % len(MODELS)], 1 + seed // len(MODELS), caching=seed % 7 != 6, lookback=random.randrange(4))
     done = Counter()
     for _ in range(300):
         engine.turn(random, done)
