@@ -23,7 +23,7 @@ class Tables:
     block_size = SIZE
 
     def __init__(self, whole):
-        self.groups = [CacheGroup("rows", BLOCKS - 2 * whole, None, frozenset(["newest"] * whole), 2 * whole)]
+        self.groups = [CacheGroup("rows", BLOCKS - 2 * whole, None, whole, 2 * whole)]
         self.whole = whole
 
     def table(self, seq, group):
@@ -36,7 +36,7 @@ class Tables:
 def problem(form, dtype):
     """Queries, rows that are all written, a view of two sequences, and the decoded rows."""
     generator = torch.Generator().manual_seed(0)
-    whole = bool(form.unquantized_blocks)
+    whole = form.newest_unquantized
     row = torch.randn(BLOCKS * SIZE, form.width, generator=generator)
     packed = (BLOCKS - 2 * whole) * SIZE
     rows = PagedRows.empty(form, packed, dtype, CPU, 2 * SIZE * whole)
