@@ -66,8 +66,7 @@ def points() -> dict[str, list[dict[str, Any]]]:
 
     for kind in ("4 bits", "3 bits", "2 bits"):
         add("coded", row := stored["latent", kind], row["bytes_ratio"], kind)
-    # int4 with unrounded first tokens, like the simulated formats.
-    for kind in ("int8", "int4 first"):
+    for kind in ("int8", "int4"):
         add("blocks", row := stored["gqa", kind], row["bytes_ratio"], kind)
     for row in front:
         if row["form"] in lines and "whole" not in row["stored"]:

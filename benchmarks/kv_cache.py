@@ -3,9 +3,8 @@
     python benchmarks/kv_cache.py --data ../shared/data [--windows 16] [--scratch FOLDER] [--out FILE.json]
 
 bf16 engine on a CPU; windows of 2048 tokens of wiki.test.raw and of three other kinds of text, each token read once,
-through the cache, as in a request. Coded conversions are calibrated on WikiText's validation text. `int4 first`: int4
-with the first block of a sequence, its attention sinks, in bf16. Bytes are the cache of 2048 tokens, including scales
-and full blocks.
+through the cache, as in a request. Coded conversions are calibrated on WikiText's validation text. Bytes are the cache
+of 2048 tokens, including scales and full blocks.
 
 Long contexts are windows of 8192 tokens of wiki.test.raw, with the first 2K and the last 4K positions separate; and
 copying, in later text of it: passages of 256 tokens that repeat 2K to 7K tokens later, and the loss per repeated token
@@ -20,7 +19,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from rows import Results, command, evaluation_texts, parser, wikitext, without_repeats
@@ -32,7 +30,6 @@ from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
-from mlaforge.ops.row_format import Int4
 from mlaforge.rendering.table import markdown_table
 
 LENGTH, LONG = 2048, 8192
@@ -42,7 +39,7 @@ SPANS = {"first 2K": [0, 2048], "4K to 8K": [4096, LONG]}
 # Length of a passage, distances of its repetition, and position of the first passage in a window.
 PASSAGE, DISTANCES, FIRST_PASSAGE = 256, [7168, 6144, 5120, 4096, 3072, 2048], 256
 CALIBRATION_WINDOWS = 32
-STORED = {"bf16": "bf16", "int8": "int8", "fp8": "fp8", "int4": "int4", "int4 first": "int4"}
+STORED = {"bf16": "bf16", "int8": "int8", "fp8": "fp8", "int4": "int4"}
 # Layout and bits of the conversions.
 CODED = [("latent", 4.0), ("latent", 3.0), ("latent", 2.0), ("latent_rope", 4.0)]
 
@@ -134,12 +131,9 @@ def main() -> None:
                     nsamples=CALIBRATION_WINDOWS, seqlen=LENGTH, eval_windows=0, device="cpu",
                 )  # fmt: skip
                 convert.run(str(original), directory, config, calibrated=scratch / "calibration")
-            first = {"first"} if "first" in row["stored"] else set()
-            with mock.patch.object(Int4, "unquantized_blocks", Int4.unquantized_blocks | first):
-                llm = LLM(
-                    directory, dtype="bfloat16", device="cpu", kv_cache_dtype=stored, cache_bytes=256 << 20,
-                    max_num_seqs=4,
-                )  # fmt: skip
+            llm = LLM(
+                directory, dtype="bfloat16", device="cpu", kv_cache_dtype=stored, cache_bytes=256 << 20, max_num_seqs=4,
+            )  # fmt: skip
             measurement = {**measured(llm, texts, running, copied), "bytes": cache_bytes(llm)}
             exact = (results.rows or [measurement])[0]
             ratio = {name: measurement["ppl"][name] / exact["ppl"][name] for name in measurement["ppl"]}

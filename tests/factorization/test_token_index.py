@@ -44,7 +44,7 @@ def logits(tensors, features, queries, cos, sin):
     """Return the logits [H, T, T] of an index without rounding its keys."""
     index = PairsIndex(G, len(tensors["key.bias"]), features.shape[1], queries.shape[-1])
     index.load_state_dict(tensors)
-    keys = index._turned(index.key(features)[None, None], cos[None], sin[None])[0, 0]
+    keys = index._rotated(index.key(features)[None, None], cos[None], sin[None])[0, 0]
     assert (index.keys(features[None], cos[None], sin[None])[0] - keys).abs().max() <= 0.5
     return (index.queries(queries[None], cos[None], sin[None])[0] @ keys.T).detach()
 

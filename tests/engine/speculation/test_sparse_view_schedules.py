@@ -136,7 +136,7 @@ def test_any_schedule_gives_the_tokens_of_plain_decoding(
         prompts = [p[: len(p) // 2] * 2 for p in prompts]
     options = {
         **NARROW,
-        "copying": prompt_lookup,
+        "prompt_lookup": prompt_lookup,
         "specpv_window": window,
         "specpv_full_every": full_every,
         "specpv_max_pending": max_pending,
