@@ -227,13 +227,13 @@ def begin(options: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
     head that was trained on text which these prompts were not kept out of."""
     torch.set_num_threads(options.threads)
     path = options.data / "prompts" / "mt_bench.jsonl"
-    judged = {"path": record_path(path), "sha256": sha256(path)}
-    unknown = dataset.check_unseen(options.draft, [judged]) if options.draft else ""
+    prompts_file = {"path": record_path(path), "sha256": sha256(path)}
+    unknown = dataset.check_unseen(options.draft, [prompts_file]) if options.draft else ""
     model = resolve.locate(options.model) if options.model else demo_model.fetch()
     return model, path, {
         "command": command(), "model": model.name, "model_sha256": fingerprint(model), "threads": options.threads,
         "head": {"path": record_path(options.draft), "sha256": fingerprint(options.draft)} if options.draft else None,
-        "unknown": unknown, "judged": judged, "tokens": options.tokens,
+        "unknown": unknown, "judged": prompts_file, "tokens": options.tokens,
     }  # fmt: skip
 
 

@@ -238,8 +238,8 @@ def test_describes_hash_and_licence(tmp_path):
 
 
 def test_licences_are_matched_to_sources():
-    given_sources = [Source("a=b.txt", "local", ""), Source("c.txt", "local", "")]
-    assert licences(("a=b.txt=MIT", "c.txt=CC-BY-4.0"), given_sources) == {"a=b.txt": "MIT", "c.txt": "CC-BY-4.0"}
+    sources = [Source("a=b.txt", "local", ""), Source("c.txt", "local", "")]
+    assert licences(("a=b.txt=MIT", "c.txt=CC-BY-4.0"), sources) == {"a=b.txt": "MIT", "c.txt": "CC-BY-4.0"}
     for wrong, words in (("MIT", "SOURCE=LICENCE"), ("c.tx=MIT", "did you mean 'c.txt'"), ("c.txt=", "SOURCE=")):
         with pytest.raises(UserError, match=words):
-            licences((wrong,), given_sources)
+            licences((wrong,), sources)

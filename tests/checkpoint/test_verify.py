@@ -97,7 +97,7 @@ def test_without_hashes_the_tensors_are_compared_with_the_config(what, made, mod
     assert done.exit_code == 1 and f"{weights} is truncated" in done.stdout.splitlines()[0], done.stdout
 
 
-def test_nan_is_found_without_hashes(made, cli):
+def test_detects_nan_without_hashes(made, cli):
     older(made)
     damage_tensor(made)
     done = cli("verify", made)

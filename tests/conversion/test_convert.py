@@ -1,9 +1,6 @@
 """Converted models against their originals, through the written checkpoint, for every family and both layouts."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -299,89 +296,6 @@ def test_half_precision_checkpoints(dtype, converted, tiny_models):
     with torch.no_grad():
         expected = original(tiny_models, "llama")(tokens()).logits
         assert torch.cosine_similarity(model(tokens()).logits.float(), expected, dim=-1).min() > 0.99
-
-
-# One process per model, forked from a process that has preloaded the slow imports.
-CLEAN = """
-import importlib.util, json, os, sys
-ids, paths, directories = json.loads(sys.argv[1])
-sys.path[:0] = paths
-assert importlib.util.find_spec("mlaforge") is None, "mlaforge must not be importable here"
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-def load(directory, out):
-    # trust_remote_code=False: no prompt on stdout, which is for JSON, and no code is run.
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    assert not [name for name in sys.modules if name.startswith("transformers_modules")]
-    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
-    x = torch.tensor(ids)
-    done = model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=8, min_new_tokens=8, do_sample=False,
-                          pad_token_id=0, return_dict_in_generate=True)
-    layers = done.past_key_values.layers
-    with torch.no_grad():
-        logits = model(x).logits
-    model.save_pretrained(out)
-    again = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32)
-    with torch.no_grad():
-        torch.testing.assert_close(again(x).logits, logits, rtol=0, atol=1e-4)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
-    return {"class": type(model).__name__, "new": done.sequences[0, x.shape[1]:].tolist(),
-            "bytes": sum(t.untyped_storage().nbytes() for layer in layers for t in (layer.keys, layer.values)),
-            "cached": done.past_key_values.get_seq_length(), "logits": logits[0, -1, :5].tolist(),
-            "decoded": tokenizer.decode(tokenizer("hello", add_special_tokens=False)["input_ids"])}
-
-for directory, out in directories:
-    if not (child := os.fork()):
-        print(json.dumps([directory, load(directory, out)]), flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-"""
-CLEAN_CASES = [
-    ("llama", "latent"),
-    ("mistral", "latent_rope"),
-    ("qwen2", "latent_rope"),
-    ("qwen3", "latent"),
-    ("mimo", "latent"),
-]
-
-
-@pytest.fixture(scope="module")
-def loaded_elsewhere(converted, tmp_path_factory):
-    """(family, layout) -> the converted directory, and the results of loading it in an interpreter without
-    site-packages' .pth files, which hides an editable install."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    directories = {
-        (family, layout): converted(family, layout, budget=0.5 if layout == "latent" else 0.75)
-        for family, layout in CLEAN_CASES
-    }
-    jobs = [(str(directory), str(folder / f"{n}")) for n, directory in enumerate(directories.values())]
-    words = json.dumps([tokens(1, 12).tolist(), [p for p in sys.path if "site-packages" in p], jobs])
-    environment = {**os.environ, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        [sys.executable, "-S", "-I", "-c", CLEAN, words], capture_output=True, text=True, env=environment, cwd=folder
-    )
-    answers = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
-    return {case: (path, answers.get(str(path)), done.stderr[-3000:]) for case, path in directories.items()}
-
-
-@pytest.mark.parametrize(("family", "layout"), CLEAN_CASES)
-def test_loads_where_mlaforge_is_not_installed(family, layout, loaded_elsewhere):
-    directory, answer, stderr = loaded_elsewhere[family, layout]
-    assert answer is not None, stderr
-    model, x = loading.load_model(directory), tokens(1, 12)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.tensor(answer["logits"]), model(x).logits[0, -1, :5], rtol=1e-5, atol=1e-5)
-    expected = model.generate(
-        x, attention_mask=torch.ones_like(x), max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0
-    )
-    assert answer["new"] == expected[0, 12:].tolist()
-    assert answer["class"].endswith("MlaForCausalLM")
-    assert answer["decoded"] == "hello"
-    cache = json.loads((directory / "manifest.json").read_text())["metrics"]["cache"]
-    assert answer["bytes"] == answer["cached"] * cache["mla_bytes_per_token"]
 
 
 def test_sinks_scale_the_attention_output(converted):

@@ -221,7 +221,7 @@ CASES = {
 
 
 @given(**CASES)
-def test_two_hundred_shared_tokens_are_found_at_any_position(seqlens, at, seed, vocab):
+def test_detects_200_shared_tokens_at_any_position(seqlens, at, seed, vocab):
     tuned, evaluated = (tokens(seed + i, 4096 // t, t, vocab) for i, t in enumerate(seqlens))
     here, there = (int(share * (ids.numel() - 200)) for share, ids in zip(at, (tuned, evaluated), strict=True))
     evaluated.view(-1)[there : there + 200] = tuned.view(-1)[here : here + 200]

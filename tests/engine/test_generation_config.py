@@ -108,36 +108,41 @@ def test_defaults_of_the_server(model, monkeypatch):
     engine = Engine(model(GENERATION), EngineConfig(**SMALL))
     seen = watch(engine, monkeypatch)
     chat = {"messages": [{"role": "user", "content": "ab"}]}
-    given = {"temperature": 1, "top_p": 1, "top_k": 0, "repetition_penalty": 1, "max_tokens": 2}
+    explicit = {"temperature": 1, "top_p": 1, "top_k": 0, "repetition_penalty": 1, "max_tokens": 2}
     with serving(engine) as served:
         for path, body in (("/v1/completions", {"prompt": "ab"}), ("/v1/chat/completions", chat)):
-            for more in ({}, {"temperature": None, "max_tokens": None}, {"temperature": 0.0}, given):
+            for more in ({}, {"temperature": None, "max_tokens": None}, {"temperature": 0.0}, explicit):
                 assert served.post(path, json={**body, **more}).status_code == 200
-    own = (0.25, 7, 0.5, 1.1, 3)
-    assert [*map(of, seen)] == [own, own, (0.0, *own[1:]), (1.0, 0, 1.0, 1.0, 2)] * 2
+    defaults = (0.25, 7, 0.5, 1.1, 3)
+    assert [*map(of, seen)] == [defaults, defaults, (0.0, *defaults[1:]), (1.0, 0, 1.0, 1.0, 2)] * 2
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_defaults_on_the_command_line(own, model, monkeypatch, capsys):
-    """Theirs are greedy, and 0.7 and 0.95; how long an answer is they say themselves."""
+@pytest.mark.parametrize("has_defaults", [True, False])
+def test_defaults_on_the_command_line(has_defaults, model, monkeypatch, capsys):
+    """Without generation_config.json `generate` is greedy and `chat` samples with temperature 0.7 and top_p 0.95."""
     options = {**SMALL, "max_new_tokens": 2}
-    directory = model(GENERATION if own else {"eos_token_id": OWN})
-    asked = []
+    directory = model(GENERATION if has_defaults else {"eos_token_id": OWN})
+    recorded = []
     stream = LLM.stream
-    monkeypatch.setattr(LLM, "stream", lambda llm, text, params: (asked.append(params), stream(llm, text, params))[1])
+    monkeypatch.setattr(
+        LLM, "stream", lambda llm, text, params: (recorded.append(params), stream(llm, text, params))[1]
+    )
     # Of `generate` the first of two is a token that warms up.
     continue_prompt(directory, GenerateConfig(**options))
     continue_prompt(directory, GenerateConfig(**options, temperature=0.5, top_p=0.9))
-    talk = Conversation(str(directory), ChatConfig(**options)), Conversation(str(directory), ChatConfig(
+    conversations = Conversation(str(directory), ChatConfig(**options)), Conversation(str(directory), ChatConfig(
         **options, temperature=0.0, generation_config="none"
     ))  # fmt: skip
-    made = [of(params) for params in (asked[1], asked[3], *(each.params for each in talk))]
-    rest = (7, 0.5, 1.1, 2) if own else None
-    assert made == [
-        (0.25, *rest) if own else (0.0, 0, 1.0, 1.0, 2), (0.5, 7 if own else 0, 0.9, 1.1 if own else 1.0, 2),
-        (0.25, *rest) if own else (0.7, 0, 0.95, 1.0, 2), (0.0, 0, 0.95, 1.0, 2),
-    ]  # fmt: skip
-    assert (LINE in capsys.readouterr().err) == own
+    parameters = [
+        of(params) for params in (recorded[1], recorded[3], *(conversation.params for conversation in conversations))
+    ]
+    if has_defaults:
+        rest = (7, 0.5, 1.1, 2)
+        expected = [(0.25, *rest), (0.5, 7, 0.9, 1.1, 2), (0.25, *rest), (0.0, 0, 0.95, 1.0, 2)]
+    else:
+        expected = [(0.0, 0, 1.0, 1.0, 2), (0.5, 0, 0.9, 1.0, 2), (0.7, 0, 0.95, 1.0, 2), (0.0, 0, 0.95, 1.0, 2)]
+    assert parameters == expected
+    assert (LINE in capsys.readouterr().err) == has_defaults
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": 0}, {"top_k": 1.5}, {"max_new_tokens": -1}])

@@ -78,8 +78,8 @@ def test_non_finite_logits_end_only_their_request(how, llm):
     bad, *good = raised.value.outputs
     assert bad.non_finite and bad.error.startswith(WHY) and bad.finished
     assert {completion.finish_reason for completion in bad.outputs} == {"error"}
-    made = [completion.token_ids for completion in bad.outputs]
-    assert made == ([[POISON]] if "the token" in how else [[]] * params[0].n)
+    token_ids = [completion.token_ids for completion in bad.outputs]
+    assert token_ids == ([[POISON]] if "the token" in how else [[]] * params[0].n)
     assert [o.outputs[0].token_ids for o in good] == [o.outputs[0].token_ids for o in alone]
     assert llm.engine.stats().non_finite_requests == before + 1
     idle(llm.engine)
@@ -158,8 +158,8 @@ def test_server_reports_non_finite_logits(overflowing):
     config = EngineConfig(dtype="float16", device="cpu", cache_bytes=1 << 20)
     with serving(Engine(overflowing, config)) as served:
         bad = {"prompt": [3, POISON, 4], "max_tokens": 4, "temperature": 0}
-        asked = [{}, {"logprobs": 2}, {"regex": "(ab)+"}, {"n": 2, "temperature": 1}, {"echo": True, "logprobs": 0}]
-        for more in asked:
+        variants = [{}, {"logprobs": 2}, {"regex": "(ab)+"}, {"n": 2, "temperature": 1}, {"echo": True, "logprobs": 0}]
+        for more in variants:
             answer = served.post("/v1/completions", json={**bad, **more})
             assert served.refused(answer, 500).startswith(WHY), more
             assert answer.json()["error"]["code"] == "non_finite_logits"
@@ -169,8 +169,8 @@ def test_server_reports_non_finite_logits(overflowing):
             assert all(choice["finish_reason"] == "error" for event in events[:-1] for choice in event["choices"])
         good = served.post("/v1/completions", json={**bad, "prompt": [3, 4]}).json()
         assert good["usage"]["completion_tokens"] == 4
-        assert served.http.get("/health").json() == {"status": "ok", "non_finite_requests": 2 * len(asked)}
-        assert f"mlaforge_requests_non_finite_total {2 * len(asked)}.0" in served.http.get("/metrics").text
+        assert served.http.get("/health").json() == {"status": "ok", "non_finite_requests": 2 * len(variants)}
+        assert f"mlaforge_requests_non_finite_total {2 * len(variants)}.0" in served.http.get("/metrics").text
         served.settles()
 
 
@@ -186,7 +186,7 @@ def test_overflowing_head_changes_no_token(params, tree, tiny_models, tmp_path):
     drafter = llm.engine.speculation.drafter
     head = drafter.head
     drafter.head = lambda hidden: torch.full_like(head(hidden), torch.nan)
-    made = llm.generate([[*range(3, 40)]], how)[0].outputs[0].token_ids
-    assert len(made) == NEW and (made == plain or "seed" in params)
-    assert all(0 <= token < 260 for token in made)
+    token_ids = llm.generate([[*range(3, 40)]], how)[0].outputs[0].token_ids
+    assert len(token_ids) == NEW and (token_ids == plain or "seed" in params)
+    assert all(0 <= token < 260 for token in token_ids)
     idle(llm.engine)

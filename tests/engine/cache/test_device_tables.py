@@ -56,8 +56,8 @@ def test_decode_step_uploads_few_numbers_at_any_context(uploads):
     assert later == [SEQUENCES * (3 if length % 4 == 0 else 1) for length in range(4001, 4009)]
     assert later == decode(400, full, 9, uploads)[1:]
     # A window's short row is uploaded whole where its first block moves.
-    both = [*full, CacheGroup("window", 10_000, 8)]
-    assert max(decode(4000, both, 9, uploads)[1:]) <= SEQUENCES * (2 + 2 + 2 * 4)
+    groups = [*full, CacheGroup("window", 10_000, 8)]
+    assert max(decode(4000, groups, 9, uploads)[1:]) <= SEQUENCES * (2 + 2 + 2 * 4)
 
 
 def test_device_copy_grows_and_reuses_rows(uploads):

@@ -153,26 +153,26 @@ def test_retrieves_the_tokens_with_most_attention_mass(family, dtype, tiny_model
     each block."""
     (ids,) = random_prompts(301)
     source = tiny_models[family]
-    own = attention_mass(source, ids, dtype=dtype)
+    reference = attention_mass(source, ids, dtype=dtype)
     oracle = load_original(source)
     oracle.set_attn_implementation("eager")
     with torch.no_grad():
         attentions = oracle(torch.tensor([ids]), output_attentions=True).attentions
     full = [layer for layer in attentions if float(layer[0, :, -1, 0].sum()) > 0]
-    assert len(own) == len(full) > 0
-    for mass, layer in zip(own, full, strict=True):
+    assert len(reference) == len(full) > 0
+    for mass, layer in zip(reference, full, strict=True):
         p = layer[0, :, -1]
-        wanted = (p / p.sum(-1, keepdim=True)).sum(0)
-        torch.testing.assert_close(mass, wanted.detach(), rtol=1e-3, atol=1e-3 if dtype == "float32" else 0.05)
+        expected = (p / p.sum(-1, keepdim=True)).sum(0)
+        torch.testing.assert_close(mass, expected.detach(), rtol=1e-3, atol=1e-3 if dtype == "float32" else 0.05)
     rope = attention_mass(converted(family, "latent_rope", budget=1.0), ids, dtype=dtype)
     int8 = attention_mass(source, ids, dtype=dtype, kv_cache_dtype="int8")
-    for mass, same, rounded in zip(own, rope, int8, strict=True):
+    for mass, same, rounded in zip(reference, rope, int8, strict=True):
         torch.testing.assert_close(same, mass, rtol=0.1, atol=1e-2 if dtype == "float32" else 0.15)
         torch.testing.assert_close(rounded, mass, rtol=0.1, atol=0.15)
     for mass, summary in zip(
-        own, attention_mass(converted(family, "latent", budget=1.0), ids, dtype=dtype), strict=True
+        reference, attention_mass(converted(family, "latent", budget=1.0), ids, dtype=dtype), strict=True
     ):
-        blocks = [each[: len(ids) // 16 * 16].view(-1, 16).sum(1) for each in (summary, mass)]
+        blocks = [mass_L[: len(ids) // 16 * 16].view(-1, 16).sum(1) for mass_L in (summary, mass)]
         assert summary.shape == mass.shape and not summary[len(ids) // 16 * 16 :].any()
         assert torch.corrcoef(torch.stack(blocks))[0, 1] > 0
 
@@ -282,13 +282,13 @@ def test_lossy_keeps_provisional_tokens(tiny_models):
     texts = texts_of(llm, prompts)
     lossy = {"specpv": "lossy", "specpv_retrieval": 0, "specpv_dtype": "model"}
     stats = partly(llm.engine, Knowing(texts, 0.8), **lossy).stats
-    made = continued(llm, prompts)
+    lossy_texts = continued(llm, prompts)
     assert stats.sparse_steps > 2 and 0 <= stats.confirmed < stats.provisional == stats.drafted
-    assert made != texts and [len(text) for text in made] == [len(text) for text in texts]
+    assert lossy_texts != texts and [len(text) for text in lossy_texts] == [len(text) for text in texts]
     # A lossy text goes on as any text does: what its rows hold is the model's own.
-    found = continued(llm, [made[0]], 4, speculate=False)
+    continuation = continued(llm, [lossy_texts[0]], 4, speculate=False)
     llm.engine.reset_prefix_cache()
-    assert continued(llm, [made[0]], 4, speculate=False) == found
+    assert continued(llm, [lossy_texts[0]], 4, speculate=False) == continuation
     (asked,) = llm.generate(prompts[:1], greedy(NEW, logprobs=1))
     assert prompts[0] + asked.outputs[0].token_ids == texts[0]
     seeing = partly(llm.engine, Knowing(texts, 0.8), **{**lossy, "specpv_window": 400})
