@@ -1,8 +1,7 @@
 """Prompt lookup: draft the tokens that followed the newest tokens where they occurred before, in prompt or answer.
 
 It needs no training and reads no weights. A model that has a document before it repeats runs of it, longer ones than a
-draft head guesses: in SmolLM2's summaries of 8,000 tokens, 0.64 of the tokens follow four tokens that occurred before,
-and 0.89 of these are the same token as there (docs/notes/speculation.md).
+draft head guesses (docs/notes/speculation.md).
 """
 
 from __future__ import annotations
