@@ -19,9 +19,9 @@ def test_decoded_rows(counts, rope, seed):
     row = torch.randn(2, 3, counts[0] + rope, generator=generator)
     row[..., : counts[0]] *= 2.0**bits
     packed = code.pack(row)
-    assert packed.dtype == torch.uint8 and packed.shape == (2, 3, code.row_bytes)
+    assert packed.dtype == torch.uint8 and packed.shape == (2, 3, code.layout.row_bytes)
     rotary_bytes = (sum(counts) // 8 + rope) % 2 + rope + 2 if rope else 0
-    assert code.row_bytes == sum(counts) // 8 + rotary_bytes
+    assert code.layout.row_bytes == sum(counts) // 8 + rotary_bytes
     read = code.unpack(packed)
     latent = row[..., : counts[0]].bfloat16().float()
     nearest = torch.minimum(torch.maximum(latent.round(), -(2.0 ** (bits - 1))), 2.0 ** (bits - 1) - 1)

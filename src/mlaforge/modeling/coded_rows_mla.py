@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .coded_layout_mla import CodedLayout
+
 # Maximum bits per coordinate.
 LARGEST_CODE = 11
 
@@ -40,12 +42,8 @@ class CodedRows:
     """
 
     def __init__(self, counts: Sequence[int], rope_dim: int = 0):
-        self.counts, self.rope_dim = tuple(counts), rope_dim
-        self.rank = self.counts[0]
-        self.plane_bytes = sum(self.counts) // 8
-        # The scale is 2-byte aligned.
-        self.rope_at = self.plane_bytes + (self.plane_bytes + rope_dim) % 2 if rope_dim else self.plane_bytes
-        self.row_bytes = self.rope_at + (rope_dim + 2 if rope_dim else 0)
+        self.layout = CodedLayout(counts, rope_dim)
+        self.counts, self.rope_dim, self.rank = self.layout.counts, rope_dim, self.layout.rank
 
     def halves(self, device: torch.device) -> Tensor:
         """Return 2^(bits - 1) of each coordinate: int32 [R]."""
@@ -73,7 +71,7 @@ class CodedRows:
             rotary = row[..., self.rank :]
             scale = round_up_bf16(rotary.abs().amax(-1, keepdim=True) / 127)
             signed = scaled_codes(rotary, scale.float(), -127, 127).to(torch.int8)
-            gap = signed.new_zeros(*row.shape[:-1], self.rope_at - self.plane_bytes)
+            gap = signed.new_zeros(*row.shape[:-1], self.layout.rope_at - self.layout.plane_bytes)
             parts += [gap.view(torch.uint8), signed.view(torch.uint8), scale.view(torch.uint8)]
         return torch.cat(parts, dim=-1)
 
@@ -87,8 +85,9 @@ class CodedRows:
             start += count // 8
         if not self.rope_dim:
             return codes.bfloat16()
-        signed = packed[..., self.rope_at : self.rope_at + self.rope_dim].contiguous().view(torch.int8)
-        scale = packed[..., self.rope_at + self.rope_dim :].contiguous().view(torch.bfloat16)
+        rope_at = self.layout.rope_at
+        signed = packed[..., rope_at : rope_at + self.rope_dim].contiguous().view(torch.int8)
+        scale = packed[..., rope_at + self.rope_dim :].contiguous().view(torch.bfloat16)
         return torch.cat((codes.bfloat16(), (signed.float() * scale.float()).bfloat16()), dim=-1)
 
     def rounded(self, row: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import transformers
 # The remote-code loader copies only the siblings that this entry file imports itself.
 from . import configuration_mla as _configuration
 from .attention_mla import attend
+from .coded_layout_mla import CodedLayout
 from .coded_rows_mla import CodedRows
 from .configuration_mla import FIELDS
 from .latent_attention_mla import LatentAttention
@@ -20,7 +21,8 @@ from .sparse_attention_mla import SparseAttention
 from .token_index_mla import Sparsity
 
 __all__ = [
-    "FIELDS", "CodedRows", "LatentAttention", "SparseAttention", "Sparsity", "attend", "use_latent_attention",
+    "FIELDS", "CodedLayout", "CodedRows", "LatentAttention", "SparseAttention", "Sparsity", "attend",
+    "use_latent_attention",
 ]  # fmt: skip
 
 _classes: dict[str, type] = {}

@@ -1,7 +1,7 @@
 """Attention mass of a step's last query tokens: per cached token, the softmax weights summed over all heads.
 
 On a CPU the attention kernel records it while it attends to rows of keys and values (`attention_with_mass`); otherwise
-a kernel reads the keys a second time (ops/cpu/attention_mass.h).
+a kernel reads the keys a second time (ops/cpu/attention/attention_mass.h).
 
 Legend: N query tokens of all sequences, concatenated; H query heads, G KV heads, J = H / G, D key dimensions, L rows of
 a sequence, W elements of a cached row.

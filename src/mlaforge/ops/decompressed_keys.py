@@ -1,7 +1,7 @@
 """Cache of decompressed keys for sparse layers of the `latent` layout.
 
 Consecutive tokens select mostly the same tokens (SmolLM2 at 8,000 tokens: 74 of 512 differ), so a step decompresses few
-new keys. Only the compiled kernel reads and fills the cache (ops/cpu/decompressed_keys.h).
+new keys. Only the compiled kernel reads and fills the cache (ops/cpu/attention/decompressed_keys.h).
 
 Legend: L slots of the paged cache, E entries (keys in memory), K elements of a token's keys (KV heads * head_dim).
 """

@@ -91,7 +91,7 @@ def pack(weight_MK: Tensor, step: int = 1) -> Tensor:
 
 
 def _sources() -> bytes:
-    return b"".join(path.read_bytes() for path in sorted(FOLDER.iterdir()))
+    return b"".join(path.read_bytes() for path in sorted(FOLDER.rglob("*")) if path.is_file())
 
 
 def load(name: str) -> str | None:
@@ -118,7 +118,7 @@ def _compile(library: Path, name: str) -> str | None:
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         shared_object, unit = Path(scratch) / "native.so", Path(scratch) / "native.o"
         defined = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-DFORM=mlaforge_{name}"]
-        includes = [f"-I{path}" for path in include_paths()]
+        includes = [f"-I{path}" for path in (FOLDER, *include_paths())]
         runs = [
             [compiler(), *FLAGS, *FORMS[name], *defined, *includes, "-c", str(SOURCE), "-o", str(unit)],
             [compiler(), "-shared", str(unit), "-o", str(shared_object), f"-L{libraries}", "-ltorch_cpu", "-lc10"]

@@ -1,4 +1,4 @@
-"""Weights quantized to 8 or 4 bits in the layout of the compiled kernels (cpu/linear_int8.h, linear_int4.h).
+"""Weights quantized to 8 or 4 bits in the layout of the compiled kernels (cpu/linear/linear_int8.h, linear_int4.h).
 
 Legend: M outputs, K inputs, B blocks of 16 outputs, G groups of 32 inputs.
 """

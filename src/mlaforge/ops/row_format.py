@@ -242,7 +242,7 @@ class Coded:
 
     @property
     def unit_bytes(self) -> int:
-        return self.code.row_bytes
+        return self.code.layout.row_bytes
 
     @property
     def descriptor(self) -> list[int]:

@@ -308,8 +308,8 @@ class PagedLatentAttention:
 
 
 class NativeLatent:
-    """Latent attention from the projections of the input to the input of o_proj, as one kernel: ops/cpu/latent.h or
-    ops/cpu/latent_rope.h by the layer's layout."""
+    """Latent attention from the projections of the input to the input of o_proj, as one kernel:
+    ops/cpu/attention/latent.h or latent_rope.h by the layer's layout."""
 
     @classmethod
     def of(cls, attention: LatentAttention, rows: PagedRows) -> NativeLatent | None:

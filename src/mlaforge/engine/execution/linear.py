@@ -1,7 +1,7 @@
 """Linear layers of the engine: fused where they read the same input, packed for the device.
 
 At decoding, the bytes of its weights limit a linear layer, and how close to the memory's speed they are read; at
-prefill arithmetic does. On a CPU bfloat16, int8 and int4 use our own kernels (ops/cpu/linear*.h), which read one packed
+prefill arithmetic does. On a CPU bfloat16, int8 and int4 use our own kernels (ops/cpu/linear/), which read one packed
 copy of the weights for any number of rows; where these are not compiled, torch's.
 
 Legend: N rows (tokens), K input width, M output width.

@@ -3,17 +3,18 @@
 // torch's.
 #include <torch/library.h>
 
-#include "decode.h"
-#include "elementwise.h"
-#include "latent.h"
-#include "latent_rope.h"
-#include "linear.h"
-#include "linear_int4.h"
-#include "linear_int8.h"
+#include "attention/decode.h"
+#include "attention/latent.h"
+#include "attention/latent_rope.h"
+#include "attention/rope_and_store.h"
+#include "attention/token_selection.h"
+#include "experts/mixture_mxfp4.h"
+#include "experts/unpack_mxfp4.h"
+#include "linear/elementwise.h"
+#include "linear/linear.h"
+#include "linear/linear_int4.h"
+#include "linear/linear_int8.h"
 #include "mapped_files.h"
-#include "mixture_mxfp4.h"
-#include "token_selection.h"
-#include "unpack_mxfp4.h"
 
 // The extra level expands FORM before TORCH_LIBRARY pastes tokens.
 #define LIBRARY(name, m) TORCH_LIBRARY(name, m)

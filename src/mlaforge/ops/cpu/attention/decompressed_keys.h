@@ -1,0 +1,108 @@
+// Cache of decompressed keys of the `latent` layout, for selections of tokens: consecutive tokens select mostly the same
+// tokens. A key depends only on its token's row and position, so a cached key is bitwise equal to a new one. Writing a row
+// must invalidate its key.
+//
+// Legend: L slots of the paged cache, E entries.
+#pragma once
+#include "attention/latent_rows.h"
+
+class DecompressedKeys {
+ public:
+  // keys [E, G D]; metadata: see ops/decompressed_keys.py.
+  DecompressedKeys(const at::Tensor& keys, const at::Tensor& metadata, int64_t slots)
+      : keys_(keys.mutable_data_ptr<bf16>()), E_(keys.size(0)), GD_(keys.size(1)),
+        entries_(metadata.mutable_data_ptr<int32_t>()), owners_(entries_ + slots), last_steps_(owners_ + E_),
+        hand_(last_steps_ + E_),
+        step_(hand_ + 1) {
+    TORCH_CHECK(keys.is_contiguous() && metadata.is_contiguous(), "decompressed keys are not contiguous");
+    TORCH_CHECK(metadata.numel() == slots + 2 * E_ + 2, "the metadata does not match ", slots, " slots and ", E_, " keys");
+  }
+
+  void invalidate(const int64_t* slots, int64_t count) const {
+    for (int64_t n = 0; n < count; ++n) {
+      int32_t& entry = entries_[slots[n]];
+      if (entry >= 0) owners_[entry] = -1;
+      entry = -1;
+    }
+  }
+
+  const bf16* key(int32_t slot) const { return keys_ + entries_[slot] * GD_; }
+
+  // Decompresses the keys that `view` reads and the cache lacks. Returns false, without changes, if the cache has fewer
+  // entries than the view has rows.
+  bool decompress_missing(const View& view, const LatentKeys& keys, const Rows& cached) const {
+    const int64_t S = view.sequences();
+    int64_t total = 0;
+    for (int64_t s = 0; s < S; ++s) total += view.rows(s);
+    if (total > E_ || view.block_size != 1) return false;
+    if (*step_ == std::numeric_limits<int32_t>::max()) std::fill_n(last_steps_, E_, 0), *step_ = 0;
+    const int32_t step = ++*step_;
+    for (int64_t s = 0; s < S; ++s)
+      for (int32_t slot : view.blocks(s))
+        if (entries_[slot] >= 0) last_steps_[entries_[slot]] = step;
+    struct Missing { int32_t slot, position; };
+    std::vector<Missing> missing;
+    for (int64_t s = 0; s < S; ++s) {
+      int32_t position = int32_t(view.first(s)) - 1;
+      for (int32_t slot : view.blocks(s)) {
+        ++position;
+        if (entries_[slot] >= 0) continue;
+        // Clock eviction, except of entries that this step reads.
+        while (last_steps_[*hand_] == step) *hand_ = (*hand_ + 1) % E_;
+        if (owners_[*hand_] >= 0) entries_[owners_[*hand_]] = -1;
+        owners_[*hand_] = slot, last_steps_[*hand_] = step, entries_[slot] = *hand_;
+        missing.push_back({slot, position});
+      }
+    }
+    const int64_t width = keys.width(), count = missing.size();
+    at::parallel_for(0, (count + UNIT - 1) / UNIT, 1, [&](int64_t begin, int64_t end) {
+      static thread_local std::vector<bf16> rows, scratch;
+      rows.resize(std::max<size_t>(rows.size(), UNIT * width + LINE));
+      scratch.resize(std::max<size_t>(scratch.size(), cached.scratch_elements(UNIT)));
+      bf16* unit_rows = align64(rows.data());
+      for (int64_t unit = begin; unit < end; ++unit) {
+        const Missing* batch = missing.data() + unit * UNIT;
+        const int64_t batch_size = std::min(UNIT, count - unit * UNIT);
+        int32_t slots[UNIT], positions[UNIT] = {};
+        const bf16* row[UNIT];
+        for (int64_t i = 0; i < batch_size; ++i) slots[i] = batch[i].slot, positions[i] = batch[i].position;
+        cached.stage(slots, batch_size, {ColumnRange{0, keys.R}, ColumnRange{}}, scratch.data(), row);
+        for (int64_t i = 0; i < batch_size; ++i) keys.copy_latent(row[i], unit_rows + i * width);
+        keys.decompress(unit_rows, positions, UNIT);
+        for (int64_t i = 0; i < batch_size; ++i) std::copy_n(unit_rows + i * width, GD_, keys_ + entries_[slots[i]] * GD_);
+      }
+    });
+    return true;
+  }
+
+ private:
+  bf16* keys_;
+  const int64_t E_, GD_;
+  int32_t *entries_, *owners_, *last_steps_, *hand_, *step_;
+};
+
+// Rows of a chunk, with keys from the cache.
+class DecompressedKeyRows : public RowSource {
+ public:
+  DecompressedKeyRows(const LatentCache& cache, const DecompressedKeys& decompressed_keys)
+      : cache_(cache), decompressed_keys_(decompressed_keys) {
+    static thread_local std::vector<bf16> scratch;
+    scratch.resize(std::max<size_t>(scratch.size(), CHUNK * cache.keys.width() + LINE));
+    rows_ = align64(scratch.data());
+  }
+
+  void stage(int64_t position, const int32_t* slots, int64_t count, const bf16** row) override {
+    const int64_t GD = cache_.keys.GD, width = cache_.keys.width();
+    bf16* rows = rows_ + position % CHUNK * width;
+    int32_t positions[CHUNK];
+    for (int64_t t = 0; t < count; ++t) prefetch_bytes(decompressed_keys_.key(slots[t]), 2 * GD);
+    cache_.cached.prefetch(slots, count, {0, cache_.keys.R});
+    cache_.load_latents(position, slots, count, rows, positions);
+    for (int64_t t = 0; t < count; ++t) row[t] = std::copy_n(decompressed_keys_.key(slots[t]), GD, rows + t * width) - GD;
+  }
+
+ private:
+  const LatentCache& cache_;
+  const DecompressedKeys& decompressed_keys_;
+  bf16* rows_;
+};

@@ -1,0 +1,113 @@
+// Rows [keys, c] that attention reads in the layout `latent`, computed from the cached rows: per chunk, in the reading
+// thread's scratch, if few query tokens see them; otherwise once, before the tasks that read them.
+//
+// A row is identified by its slot and position, so rows that several sequences of a step share are computed once.
+#pragma once
+#include <unordered_map>
+
+#include "attention/latent_keys.h"
+#include "attention/paged_attention.h"
+
+// The cached rows, and how keys are computed from them.
+struct LatentCache {
+  const LatentKeys& keys;
+  const Rows& cached;
+
+  // Loads the latents of the tokens at `count` slots, from `position` on, into rows without keys; sets their positions.
+  void load_latents(int64_t position, const int32_t* slots, int64_t count, bf16* rows, int32_t* positions) const {
+    static thread_local std::vector<bf16> scratch;
+    scratch.resize(std::max<size_t>(scratch.size(), cached.scratch_elements(STRETCH)));
+    const bf16* row[STRETCH];
+    for (int64_t t = 0; t < count; t += STRETCH) {
+      const int64_t batch = std::min(STRETCH, count - t);
+      cached.stage(slots + t, batch, {ColumnRange{0, keys.R}, ColumnRange{}}, scratch.data(), row);
+      for (int64_t i = t; i < t + batch; ++i) {
+        keys.copy_latent(row[i - t], rows + i * keys.width());
+        positions[i] = int32_t(position + i);
+      }
+    }
+  }
+};
+
+// Computes the rows of prompts in advance, each block once, and redirects `attention` to them. Owns their memory.
+class PromptRows {
+ public:
+  PromptRows(const LatentCache& of, Attention& attention) {
+    const View& view = attention.view;
+    const int64_t size = view.block_size, width = of.keys.width();
+    at::Tensor table = view.table_SB.clone();
+    std::unordered_map<int32_t, int32_t> entries;
+    std::vector<std::pair<int64_t, int64_t>> blocks;  // sequence and first position
+    for (int64_t s = 0; s < view.sequences(); ++s) {
+      int32_t* table_row = table.mutable_data_ptr<int32_t>() + s * table.size(1);
+      for (int64_t p = view.first(s); attention.prompt(s) && p < view.length(s); p += size, ++table_row) {
+        const auto [entry, inserted] = entries.try_emplace(*table_row, int32_t(blocks.size()));
+        if (inserted) blocks.push_back({s, p});
+        *table_row = entry->second;
+      }
+    }
+    if (blocks.empty()) return;
+    // A task's blocks form whole units.
+    const int64_t blocks_per_task = std::lcm(size, UNIT) / size * std::max<int64_t>(1, CHUNK / std::lcm(size, UNIT));
+    const int64_t count = blocks.size(), tasks = (count + blocks_per_task - 1) / blocks_per_task;
+    const int64_t tokens = blocks_per_task * size;
+    storage_ = at::empty({tasks * tokens * width + LINE}, table.options().dtype(at::kBFloat16));
+    bf16* rows = align64(storage_.mutable_data_ptr<bf16>());
+    at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+      std::vector<int32_t> positions(tokens), slots(size);
+      for (int64_t i = begin; i < end; ++i) {
+        for (int64_t b = i * blocks_per_task; b < std::min(count, (i + 1) * blocks_per_task); ++b) {
+          const auto [s, position] = blocks[b];
+          const int64_t at = (b - i * blocks_per_task) * size;
+          view.slots(s, position, size, slots.data());
+          of.load_latents(position, slots.data(), size, rows + b * size * width, positions.data() + at);
+        }
+        of.keys.decompress(rows + i * tokens * width, positions.data(), tokens);
+      }
+    });
+    attention.decoded.emplace(rows, width);
+    attention.decoded_view = view;
+    attention.decoded_view->table_SB = table;
+  }
+
+ private:
+  at::Tensor storage_;
+};
+
+// Computes a chunk's rows, except those that are still staged from the previous sequence.
+class LatentRows : public RowSource {
+ public:
+  explicit LatentRows(const LatentCache& of) : of_(of) {
+    static thread_local std::vector<bf16> scratch;
+    scratch.resize(std::max<size_t>(scratch.size(), CHUNK * of.keys.width() + LINE));
+    rows_ = align64(scratch.data());
+    std::fill_n(staged_tags_, CHUNK, -1);
+  }
+
+  void stage(int64_t position, const int32_t* slots, int64_t count, const bf16** row) override {
+    const int64_t first = position % CHUNK, end = first + count, width = of_.keys.width();
+    // Rows of a unit outside the sequence have tag -1.
+    int64_t tags[CHUNK];
+    std::fill_n(tags, CHUNK, -1);
+    for (int64_t t = 0; t < count; ++t) tags[first + t] = int64_t(slots[t]) << 32 | (position + t);
+    auto is_staged = [&](int64_t t) {
+      return std::equal(tags + std::max(t, first), tags + std::min(t + UNIT, end), staged_tags_ + std::max(t, first));
+    };
+    for (int64_t t = first / UNIT * UNIT, until; t < end; t = std::max(until, t + UNIT)) {
+      for (until = t; until < end && !is_staged(until);) until += UNIT;
+      if (until == t) continue;
+      const int64_t begin = std::max(t, first);
+      int32_t positions[CHUNK] = {};
+      of_.load_latents(position + begin - first, slots + begin - first, std::min(until, end) - begin, rows_ + begin * width,
+                positions + begin);
+      of_.keys.decompress(rows_ + t * width, positions + t, until - t);
+      std::copy(tags + t, tags + until, staged_tags_ + t);
+    }
+    for (int64_t t = 0; t < count; ++t) row[t] = rows_ + (first + t) * width;
+  }
+
+ private:
+  const LatentCache& of_;
+  bf16* rows_;
+  int64_t staged_tags_[CHUNK];  // of each row of the chunk: slot and position
+};

@@ -1,0 +1,29 @@
+// 8-bit weights as the kernels multiply them (linear_int8.h); other formats unpack to these (linear_int4.h).
+#pragma once
+#include "simd/vectors.h"
+
+constexpr int64_t STEP = 64;  // inputs per tile
+constexpr int64_t TILE_BYTES = 1024;  // of weights or of x
+
+// Step s of a block: 64 inputs of 16 outputs, 1024 bytes.
+struct Int8Weights {
+  const uint8_t* packed;
+
+  Int8Weights from(int64_t step) const { return {packed + step * TILE_BYTES}; }
+  const uint8_t* step(int64_t s, uint8_t*) const { return packed + s * TILE_BYTES; }
+  // The hardware prefetcher stops at page boundaries.
+  void prefetch(int64_t s) const {
+    for (int64_t line = 0; line < TILE_BYTES; line += 64)
+      _mm_prefetch((const char*)packed + (s + 2) * TILE_BYTES + line, _MM_HINT_T0);
+  }
+  // Returns `steps` steps in one place, for rows that read them again.
+  Int8Weights unpacked(int64_t, uint8_t*) const { return *this; }
+};
+
+// Cache-line-aligned memory.
+struct AlignedBuffer {
+  uint8_t* data;
+  explicit AlignedBuffer(int64_t bytes) : data((uint8_t*)std::aligned_alloc(64, bytes)) {}
+  ~AlignedBuffer() { std::free(data); }
+  AlignedBuffer(const AlignedBuffer&) = delete;
+};

@@ -1,0 +1,65 @@
+// 8-bit rows (ops/row_format.py, Int8): a token's codes, then one bf16 scale per group of its row.
+#pragma once
+#include "simd/vectors.h"
+
+// Symmetric quantization to 16 bits: x = scale * quantized(x), after rounding; the largest magnitude becomes 32767.
+struct Int16Quantizer {
+  float scale, factor;
+
+  Int16Quantizer(const float* x, int64_t count) {
+    Floats largest = splat(0.0f);
+    for (int64_t i = 0; i < count; i += 16) largest = max(largest, abs(load(x + i, count - i)));
+    scale = reduce_max(largest) / 32767.0f, factor = std::min(32767.0f / reduce_max(largest), 1e38f);
+  }
+
+  Floats quantized(Floats x) const { return x * splat(factor); }
+};
+
+struct Int8Rows {
+  std::vector<int64_t> group_sizes;  // elements of each group
+  int64_t width = 0;
+
+  Int8Rows() = default;
+  explicit Int8Rows(at::IntArrayRef group_sizes) : group_sizes(group_sizes.vec()) {
+    for (int64_t size : group_sizes) width += size;
+  }
+
+  int64_t scales_offset() const { return width + width % 2; }  // first byte of the scales
+  int64_t row_bytes() const { return scales_offset() + 2 * int64_t(group_sizes.size()); }
+
+  void write(const bf16* row, uint8_t* to) const {
+    auto* codes = (int8_t*)to;
+    if (width % 2) codes[width] = 0;
+    bf16* scale = (bf16*)(to + scales_offset());
+    for (int64_t size : group_sizes) {
+      // Magnitudes compare like their bits, so NaN is the largest.
+      uint16_t largest = 0;
+      for (int64_t i = 0; i < size; ++i) largest = std::max<uint16_t>(largest, row[i].x & 0x7fff);
+      *scale = round_up_bf16(float(bf16(largest, bf16::from_bits())) / 127.0f);
+      const float step = *scale++;
+      const bool valid = step > 0 && step < INF;
+      // No code exceeds 127, because scales are rounded up.
+      for (int64_t i = 0; i < size; ++i) codes[i] = valid ? int8_t(std::nearbyint(float(row[i]) / step)) : int8_t(0);
+      row += size, codes += size;
+    }
+  }
+
+  // Decodes elements [first, last) of the rows at `slots` to their columns of rows [count, width].
+  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows) const {
+    const int64_t stride = row_bytes(), width = this->width;
+    for (int64_t group = 0, group_begin = 0; group_begin < last; group_begin += group_sizes[group++]) {
+      const int64_t from = std::max(group_begin, first), end = std::min(group_begin + group_sizes[group], last);
+      const int64_t scale_offset = scales_offset() + 2 * group;
+      if (from >= end) continue;
+      for (int64_t t = 0; t < count; ++t) {
+        const uint8_t* packed_row = packed + slots[t] * stride;
+        const auto* codes = (const int8_t*)packed_row;
+        const Floats scale16 = broadcast((const bf16*)(packed_row + scale_offset));
+        bf16* row = rows + t * width;
+        int64_t i = from;
+        for (; i + LANES <= end; i += LANES) narrow(row + i, widen(codes + i) * scale16, widen(codes + i + 16) * scale16);
+        for (; i < end; i += 16) narrow(row + i, widen(codes + i, end - i) * scale16, std::min<int64_t>(16, end - i));
+      }
+    }
+  }
+};
