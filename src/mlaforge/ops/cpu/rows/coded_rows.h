@@ -9,6 +9,7 @@
 #include "rows/int8_rows.h"
 
 struct CodedRows {
+  static constexpr int64_t ID = 3, TOKENS = 1;
   static constexpr int64_t MAX_BITS = 11, BLOCK = 64;
 
   int64_t width = 0, rank = 0;
@@ -28,7 +29,7 @@ struct CodedRows {
     if (rope) rotary_ = Int8Rows(std::array<int64_t, 1>{rope}), rotary_offset_ = planes_ + (planes_ + rope) % 2;
   }
 
-  int64_t row_bytes() const { return rotary_.width ? rotary_offset_ + rotary_.width + 2 : planes_; }
+  int64_t unit_bytes() const { return rotary_.width ? rotary_offset_ + rotary_.width + 2 : planes_; }
 
   void write(const bf16* row, uint8_t* to) const {
     for (int64_t at = 0; at < rank; at += BLOCK) write_block(row, at, to);
@@ -39,7 +40,7 @@ struct CodedRows {
 
   // Decodes elements [first, last) of the rows at `slots` to their columns of rows [count, width].
   void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows) const {
-    const int64_t stride = row_bytes(), end = std::min(last, rank);
+    const int64_t stride = unit_bytes(), end = std::min(last, rank);
     for (int64_t t = 0; t < count; ++t) {
       const uint8_t* from = packed + slots[t] * stride;
       for (int64_t at = first / BLOCK * BLOCK; at < end; at += BLOCK) read_block(from, at, rows + t * width);
@@ -48,6 +49,11 @@ struct CodedRows {
         rotary_.read(from + rotary_offset_, &slot_zero, 1, std::max<int64_t>(first - rank, 0), last - rank,
                      rows + t * width + rank);
     }
+  }
+
+  // Prefetches a whole row: every range of elements has bits in most planes.
+  void prefetch(const uint8_t* packed, int64_t slot, int64_t, int64_t) const {
+    prefetch_bytes(packed + slot * unit_bytes(), unit_bytes());
   }
 
  private:
