@@ -181,8 +181,10 @@ class RowReader {
   // Prefetches one row of the next chunk, if rows are read in place.
   void prefetch_step() {
     if (!in_place_ || !next_.task || prefetch_at_ >= next_slots_.to) return;
-    for (const ColumnRange& range : {next_.task->set.keys(), next_.task->set.values_outside_keys(attention_.row)})
-      attention_.rows.prefetch(next_slots_.slots + prefetch_at_, 1, range);
+    for (const ColumnRange& range : {next_.task->set.keys(), next_.task->set.values_outside_keys(attention_.row)}) {
+      if constexpr (CODES) attention_.rows.prefetch_codes(next_slots_.slots[prefetch_at_], range);
+      else attention_.rows.prefetch(next_slots_.slots + prefetch_at_, 1, range);
+    }
     ++prefetch_at_;
   }
 

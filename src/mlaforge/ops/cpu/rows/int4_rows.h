@@ -9,10 +9,7 @@ struct Int4Rows {
   const int64_t heads, head_dim, width;
 
   // sizes: KV heads, head_dim.
-  explicit Int4Rows(at::IntArrayRef sizes)
-      : heads(sizes.at(0)), head_dim(sizes.at(1)), width(2 * channels()) {
-    TORCH_CHECK(sizes.size() == 2 && head_dim % 2 == 0, "int4 rows of sizes ", sizes, " are not supported");
-  }
+  explicit Int4Rows(at::IntArrayRef sizes) : heads(checked(sizes)[0]), head_dim(sizes[1]), width(2 * channels()) {}
 
   int64_t channels() const { return heads * head_dim; }
   int64_t unit_bytes() const { return TOKENS * width / 2 + 4 * channels() + 4 * TOKENS * heads; }
@@ -62,6 +59,11 @@ struct Int4Rows {
   }
 
  private:
+  static at::IntArrayRef checked(at::IntArrayRef sizes) {
+    TORCH_CHECK(sizes.size() == 2 && sizes[1] % 2 == 0, "int4 rows of sizes ", sizes, " are not supported");
+    return sizes;
+  }
+
   // Decodes elements [first, last) of tokens [from, to) of a unit to their columns of rows [to - from, width].
   void read_unit(const uint8_t* bytes, int64_t from, int64_t to, int64_t first, int64_t last, bf16* rows) const {
     const int64_t C = channels(), W = width;

@@ -83,7 +83,13 @@ class Rows {
 
   // Sets `row` to the rows at `count` slots in place, as codes.
   void stage(const int32_t* slots, int64_t count, const ColumnRanges&, int8_t*, const int8_t** row) const {
-    for (int64_t t = 0; t < count; ++t) row[t] = (const int8_t*)packed_ + slots[t] * format_->unit_bytes;
+    const int64_t bytes = format_->unit_bytes;
+    for (int64_t t = 0; t < count; ++t) row[t] = (const int8_t*)packed_ + slots[t] * bytes;
+  }
+
+  // Prefetches codes `range` of a row.
+  void prefetch_codes(int64_t slot, ColumnRange range) const {
+    prefetch_bytes(packed_ + slot * format_->unit_bytes + range.first, range.count);
   }
 
   // Prefetches elements `range` of the rows at `count` slots.
