@@ -91,8 +91,9 @@ def test_rope_and_store(compiled, N, heads, kv_heads, head_dim, seed):
     assert bool(rows[others].isnan().all())
 
 
-def test_without_a_compiler_the_reason_is_logged_and_torch_is_used(monkeypatch, capsys):
+def test_without_a_compiler_the_reason_is_logged_and_torch_is_used(monkeypatch, capsys, tmp_path):
     kernels.cache_clear()
+    monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "compiler", lambda: None)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     try:

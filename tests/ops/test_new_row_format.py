@@ -102,7 +102,7 @@ def test_rows_are_written(toy_kernels):
 
 
 def test_the_size_of_a_row_is_checked(toy_kernels):
-    with pytest.raises(RuntimeError, match="1 rows in format .99, 8. have 17 bytes, these have 16"):
+    with pytest.raises(RuntimeError, match=r"1 rows in format \[99, 8\] have 17 bytes, these have 16"):
         toy_kernels.rope_and_store(
             torch.zeros(1, 8).bfloat16(), torch.ones(1, 1, 4, dtype=torch.complex64),
             torch.zeros(9, 16, dtype=torch.uint8), None, [99, 8], torch.zeros(1).long(), 0, 8,

@@ -18,7 +18,9 @@ Forms = Annotated[
 ]
 Folder = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="folder of the libraries; MLAFORGE_KERNELS names it (default: the cache)"),
+    typer.Option(
+        "--out", metavar="DIR", help="folder for the libraries, found by MLAFORGE_KERNELS (default: the cache)"
+    ),
 ]
 
 
@@ -34,7 +36,7 @@ def env(json_output: Json = False) -> None:
     print(text_table([(name, str(value)) for name, value in facts.items()]))
     rows = [("CPU kernels", "processor", "in use", "library")]
     for name, form in kernels.items():
-        missing = "not compiled; the first use compiles it" if form["used"] else "not compiled"
+        missing = "not compiled yet" if form["used"] else "not compiled"
         flags = ("yes" if form[question] else "no" for question in ("supported", "used"))
         rows.append((name, *flags, form["library"] or missing))
     print(f"\n{text_table(rows)}")

@@ -1,4 +1,4 @@
-"""CPU kernels of cpu/ as torch operations: the choice of the form, compilation on first use (kernel_library.py), loading.
+"""CPU kernels of cpu/ as torch operations: the choice of their form, compilation on first use, loading.
 
 There are three forms, of which the fastest that the processor supports is used: AMX, AVX-512 BF16, AVX2. Without a
 compiled library and a compiler, torch's operations are used, and the reason is logged once.

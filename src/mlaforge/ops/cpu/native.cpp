@@ -1,5 +1,5 @@
 // CPU kernels for bf16: products with packed weights, attention over the paged cache, and the elementwise ops between them.
-// Compiled on first use by ops/native.py, once per form; FORM names the library. The references are in Python. Threads are
+// Compiled by ops/kernel_library.py, once per form; FORM names the library. The references are in Python. Threads are
 // torch's.
 #include <torch/library.h>
 

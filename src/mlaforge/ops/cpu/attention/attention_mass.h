@@ -40,7 +40,8 @@ inline at::Tensor attention_mass(const at::Tensor& q_PHD, int64_t kv_heads, cons
       std::fill(row + count, row + blocks * 16, row[0]);
       for (int64_t g = 0; g < G; ++g) {
         for (int64_t b = 0; b < blocks; ++b) pack_keys(row + b * 16, g * D, D, packed + b * 16 * width);
-        product<false>(packed, blocks, q_heads + g * J * width, J, width, width, weights + (task * H + g * J) * MASS_TOKENS, MASS_TOKENS);
+        product<false>(packed, blocks, q_heads + g * J * width, J, width, width, weights + (task * H + g * J) * MASS_TOKENS,
+                       MASS_TOKENS);
       }
       for (int64_t h = 0; h < H; ++h) {
         float* weight = weights + (task * H + h) * MASS_TOKENS;

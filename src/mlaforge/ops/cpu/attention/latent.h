@@ -61,7 +61,8 @@ inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const L
     }
     const int64_t base = view.query(s);
     const Layout row{D, 0, keys.latent_offset()};
-    Attention attention{rotated_q + base * H * D, H, G, D, R, row, Rows(nullptr, keys.width()), view.part(s, end), float(scale)};
+    Attention attention{rotated_q + base * H * D, H, G, D, R, row, Rows(nullptr, keys.width()), view.part(s, end),
+                        float(scale)};
     const LatentCache cache{keys, rows};
     const PromptRows prompts(cache, attention);
     attention.source = [&]() -> std::unique_ptr<RowSource> {

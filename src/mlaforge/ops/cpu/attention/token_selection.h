@@ -102,7 +102,8 @@ inline void select_largest(const float* scores, int64_t size, int64_t count, int
   for (int shift : {20, 10, 0}) {
     std::array<int32_t, 2048> histogram{};
     if (shift == 20) for (int64_t t = 0; t < size; ++t) ++histogram[bits(t) >> shift];
-    else for (int32_t t : std::span(candidates, num_candidates)) histogram[bits(t) >> shift & 1023] += bits(t) >> (shift + 10) == prefix >> (shift + 10);
+    else for (int32_t t : std::span(candidates, num_candidates))
+      histogram[bits(t) >> shift & 1023] += bits(t) >> (shift + 10) == prefix >> (shift + 10);
     int64_t digit = shift == 20 ? 2047 : 1023;
     while (histogram[digit] < remaining) remaining -= histogram[digit--];
     prefix |= uint32_t(digit) << shift;

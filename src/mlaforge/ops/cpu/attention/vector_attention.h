@@ -179,7 +179,8 @@ class VectorKernel {
         for (int64_t b = 0; b < blocks; ++b, reader_.prefetch_step(), reader_.prefetch_step())
           pack_keys(row + t + b * 16, task.set.k + g * attention_.row.k_head, attention_.D,
                     keys_ + b * 16 * width_);
-        product<false>(keys_, blocks, queries_ + g * columns_per_head_ * width_, columns_per_head_, width_, width_, scores + g * columns_per_head_ * CHUNK + t, CHUNK);
+        product<false>(keys_, blocks, queries_ + g * columns_per_head_ * width_, columns_per_head_, width_, width_,
+                       scores + g * columns_per_head_ * CHUNK + t, CHUNK);
       }
     }
     if constexpr (CODES) load_scales(from, to);

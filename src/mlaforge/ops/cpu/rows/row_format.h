@@ -1,7 +1,7 @@
 // How the rows of a format are read and written, for kernels that know no format by name.
 //
-// A format is a header rows/<name>_rows.h with a struct <Name>Rows, which needs nothing else: ops/native.py lists the
-// headers of the folder in row_formats.h (FormatList). The struct has
+// A format is a header rows/<name>_rows.h with a struct <Name>Rows. It is registered by its name: ops/kernel_library.py
+// writes row_formats.h, the list of all formats. The struct has
 //
 //   ID, TOKENS                                 the first number of its descriptor; tokens per unit, which are packed together
 //   explicit <Name>Rows(at::IntArrayRef)       from the descriptor's other numbers
@@ -61,7 +61,7 @@ class FormatRows final : public RowFormat {
 
 template <typename... Formats>
 struct FormatList {
-  // Returns the format of a descriptor (ops/row_format.py).
+  // Returns the format of a descriptor (the Python format's `descriptor`).
   static std::shared_ptr<const RowFormat> find(at::IntArrayRef descriptor) {
     std::shared_ptr<const RowFormat> format;
     const bool exists = ((Formats::ID == descriptor[0] && (format = create<Formats>(descriptor.slice(1)))) || ...);
