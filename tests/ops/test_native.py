@@ -94,6 +94,7 @@ def test_rope_and_store(compiled, N, heads, kv_heads, head_dim, seed):
 def test_without_a_compiler_the_reason_is_logged_and_torch_is_used(monkeypatch, capsys, tmp_path):
     kernels.cache_clear()
     monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path))
+    monkeypatch.delenv("MLAFORGE_KERNELS", raising=False)
     monkeypatch.setattr(native, "compiler", lambda: None)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     try:
@@ -109,6 +110,7 @@ def test_a_failing_compiler_leaves_nothing_behind(monkeypatch, capsys, tmp_path)
     broken.write_text("#!/bin/sh\necho 'error: out of paper' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MLAFORGE_KERNELS", raising=False)
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     try:
