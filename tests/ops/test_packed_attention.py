@@ -7,7 +7,7 @@ import torch
 from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.cache.view import make_views
 from mlaforge.ops import packed_attention as op
-from mlaforge.ops.check import TOLERANCES
+from mlaforge.ops.check import TOLERANCES, replay
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_attention import paged_attention
 from mlaforge.ops.paged_rows import PagedRows
@@ -77,4 +77,4 @@ def test_a_mismatch_is_saved_for_replay(monkeypatch, tmp_path):
     (path,) = (tmp_path / "mismatches").iterdir()
     monkeypatch.setenv("MLAFORGE_OPS", "")
     for name in (None, "native"):
-        assert torch.equal(op.replay(path, name)[0], expected[0])
+        assert torch.equal(replay(path, name)[0], expected[0])

@@ -71,5 +71,5 @@ def check_deterministic(format: str) -> None:
     """Raise UserError where torch multiplies weights of this format, because its sums depend on the number of rows."""
     if format in ("float32", "float16"):
         raise UserError(f"deterministic: no compiled kernel multiplies {format}; use dtype bfloat16, int8 or int4")
-    if native.kernels() is None:
+    if not native.is_available():
         raise UserError(f"deterministic needs the compiled CPU kernels: {native.why_not() or 'the compiler failed'}")

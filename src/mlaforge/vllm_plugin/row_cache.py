@@ -176,7 +176,8 @@ class RowCache(AttentionLayerBase):
         """Return the output of a layer's attention, [N, C]."""
         if self._step is None or self._step[0] is not batch:
             self._step = batch, self.model.step(batch)
-        return self._layers[index](hidden_NC, self._step[1], None)
+        layer = self._layers[index]
+        return layer(hidden_NC, batch.views[layer.group], self._step[1], None)
 
 
 def index_keys(rows_LW: Tensor, begin: int, count: int) -> Tensor:
