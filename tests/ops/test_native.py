@@ -164,8 +164,8 @@ def test_kernels_for_cpus_name_the_device_of_other_tensors(name, monkeypatch):
     experts = (packed, packed, x, packed, packed, x, 1.0, 1.0)
     inputs = {
         "attention_mass": (x, rows, 1, None, 1.0, ()), "mxfp4_experts": (x[:, 0], packed, x, *experts),
-        "pack_blocks": (rows, None, 16),
-        "paged_attention": (x, x, x, None, 1.0), "packed_attention": (x, rows, None, 1.0), "unpack_mxfp4": (packed, packed),
+        "pack_blocks": (rows, None, 16), "packed_attention": (x, rows, None, 1.0),
+        "paged_attention": (x, x, x, None, 1.0), "unpack_mxfp4": (packed, packed),
     }.get(name, (x, None, rows, rows, rows))  # fmt: skip
     monkeypatch.setenv("MLAFORGE_OPS", "native")
     message = f"^{name}: native cannot run here: it needs CPU tensors, the inputs are on meta$"

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from mlaforge import runtime
@@ -240,8 +239,3 @@ MODULES = {
 IMPLEMENTATIONS = ("native", "runs", "triton", "reference")
 # Comparisons of `check` that found no difference, by op and implementation.
 comparisons: Counter[tuple[str, str]] = Counter()
-
-
-def empty_like_step(weight: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return inputs of zero tokens [0, columns] beside a layer's weights, for Op.bind."""
-    return torch.empty(0, columns, dtype=dtype or weight.dtype, device=weight.device)

@@ -1,5 +1,5 @@
-"""`MLAFORGE_OPS=check` over whole engine steps: prompts, decoding, verification and sparse steps of every layout compare
-every op with its reference, and find an error in any of them."""
+"""`MLAFORGE_OPS=check` over whole engine steps: prompts, decoding, verification and sparse steps of every layout
+compare every op with its reference, and find an error in any of them."""
 
 import dataclasses
 import importlib
