@@ -1,4 +1,4 @@
-"""Grouped-query attention over packed rows (ops/row_format.py): bitwise equal to attention over the decoded rows in
+"""Grouped-query attention over packed rows (ops/row_formats/): bitwise equal to attention over the decoded rows in
 every implementation, except for int8, which compiled kernels multiply as integers.
 
 Legend: N query tokens, H query heads, G KV heads, D head_dim.
@@ -19,7 +19,7 @@ from mlaforge.ops.dispatch import Op
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_attention import paged_attention
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import format_from_descriptor
+from mlaforge.ops.row_formats import format_from_descriptor
 
 
 def packed_attention(

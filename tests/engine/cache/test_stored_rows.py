@@ -16,7 +16,8 @@ from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Plain, row_format
+from mlaforge.ops.row_formats import row_format
+from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.planning.plan import LayerPlan, Plan
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing

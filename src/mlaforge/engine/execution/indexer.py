@@ -14,7 +14,7 @@ from mlaforge.engine.execution.batch import AttentionProbe
 from mlaforge.modeling.token_index_mla import SparseLayer
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Coded
+from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.token_selection import TokenIndex, narrowed
 
 # Slots and positions that the last layer with an index selected in a step, by the number of tokens of each sequence.
