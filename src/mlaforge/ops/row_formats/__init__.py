@@ -1,7 +1,7 @@
 """Storage formats of a layer's cached rows, one file each: their bytes, their parts and their codec.
 
-The formats are the classes that the modules of this package define, so a new format is one new file (docs/adding-a-row-format.md).
-Importing them loads no torch: planning asks the same descriptors as the cache.
+The formats are the classes that the modules of this package define, so a new format is one new file
+(docs/adding-a-row-format.md). Importing them loads no torch: planning asks the same descriptors as the cache.
 """
 
 from __future__ import annotations
