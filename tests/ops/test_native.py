@@ -13,7 +13,7 @@ from mlaforge.ops import native
 from mlaforge.ops.dispatch import MODULES, OPS
 from mlaforge.ops.native import kernels, pack
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Int8
+from mlaforge.ops.row_formats.int8 import Int8
 
 # Half a unit in the last place of bf16's 8 bits.
 ROUNDED = 2**-8

@@ -1,4 +1,4 @@
-"""Grouped-query attention over packed rows (ops/row_format.py): bitwise equal to attention over the decoded rows in
+"""Grouped-query attention over packed rows (ops/row_formats/): bitwise equal to attention over the decoded rows in
 every implementation, except for int8, which compiled kernels multiply as integers.
 
 Legend: N query tokens, H query heads, G KV heads, D head_dim.

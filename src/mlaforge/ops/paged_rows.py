@@ -16,7 +16,8 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.decompressed_keys import DecompressedKeys
 from mlaforge.ops.dispatch import Op
 from mlaforge.ops.native import kernel, supports_device
-from mlaforge.ops.row_format import Plain, RowFormat
+from mlaforge.ops.row_formats.format import RowFormat
+from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import KEY_TILE, empty_keys, keys_at
 
 
@@ -68,7 +69,7 @@ class PagedRows:
     @property
     def plain(self) -> bool:
         """Whether `packed` is [L, W] in the model's dtype, which every attention op reads in place."""
-        return isinstance(self.format, Plain) and self.format.dtype == self.dtype
+        return isinstance(self.format, Plain) and self.format.torch_dtype == self.dtype
 
     @property
     def direct(self) -> bool:

@@ -17,7 +17,7 @@ from mlaforge.engine.execution.batch import AttentionProbe
 from mlaforge.modeling.token_index_mla import SparseLayer
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Coded
+from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.token_selection import SELECT_TOKENS, WRITE_INDEX, TokenIndex
 
 # In a table of positions for all sequences, those of one begin at multiples of this: the chunk size of the kernels.

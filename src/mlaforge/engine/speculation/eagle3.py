@@ -37,7 +37,7 @@ from mlaforge.engine.speculation.drafter import Draft, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.ops import native
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Plain
+from mlaforge.ops.row_formats.plain import Plain, dtype_name
 from mlaforge.runtime import on_device
 
 # Most children of a tree node, and most nodes of a level that get children.
@@ -48,7 +48,8 @@ MakeBatch = Callable[[list[Chunk]], Batch]
 
 def head_cache(config: Eagle3Config, group: int, dtype: torch.dtype) -> LayerCache:
     """Cache layer of the head in cache group `group`: rows are always in the model's dtype."""
-    return LayerCache("gqa", Plain(2 * config.layer.num_key_value_heads * config.layer.head_dim, dtype), group)
+    width = 2 * config.layer.num_key_value_heads * config.layer.head_dim
+    return LayerCache("gqa", Plain(width, dtype_name(dtype)), group)
 
 
 def head_format(format: str, device: torch.device) -> str:

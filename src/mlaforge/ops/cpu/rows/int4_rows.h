@@ -1,4 +1,4 @@
-// 4-bit rows, 32 tokens per unit (ops/row_format.py, Int4): a scale and a minimum per key channel, and per token and head of
+// 4-bit rows, 32 tokens per unit (ops/row_formats/int4.py): a scale and a minimum per key channel, and per token and head of
 // the values.
 #pragma once
 #include "simd/vectors.h"

@@ -1,5 +1,5 @@
 // Rows of the paged cache. A row is `width` elements of bf16 by definition. The first blocks may be packed in a format of
-// ops/row_format.py; the others are unquantized, in separate memory.
+// ops/row_formats/; the others are unquantized, in separate memory.
 //
 // Kernels read rows as bf16: they stage a stretch of rows and get an address per row, in the cache for unquantized rows, and
 // in scratch, with the requested columns decoded, for packed ones.
