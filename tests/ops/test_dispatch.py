@@ -1,6 +1,7 @@
 """Selection of implementations, its log lines and errors, and `MLAFORGE_OPS=check`."""
 
 import dataclasses
+import importlib
 import re
 from pathlib import Path
 
@@ -137,3 +138,17 @@ def test_saved_inputs_are_restored_exactly(tmp_path):
     out, lse = replay(path, "reference")
     expected = paged.paged_attention(q, rows, rows[..., :6], view, 0.25, "reference")
     check("replay", (q,), (out, lse), expected)
+
+
+def test_ops_are_the_only_door_to_the_kernels():
+    """Outside ops/ nothing calls a compiled or a Triton kernel."""
+    package = Path(runtime.__file__).parent
+    call = re.compile(r"\bkernels?\(\)|\bkernel\(\"|torch\.ops\.mlaforge|from mlaforge\.ops\.native import .*kernel")
+    callers = [path for path in package.rglob("*.py") if call.search(path.read_text(encoding="utf-8"))]
+    assert {path.parent.name for path in callers} == {"ops"}
+
+
+def test_modules_are_those_of_the_ops():
+    for module in set(dispatch.MODULES.values()):
+        importlib.import_module(f"mlaforge.ops.{module}")
+    assert set(dispatch.OPS) == set(dispatch.MODULES)
