@@ -1,19 +1,57 @@
-"""A row format that mlaforge does not know is one more header in ops/cpu/rows: attention over its rows equals attention
-over the decoded rows, bitwise.
+"""A row format that mlaforge does not know is one Python file and one header: compiled attention over its rows equals
+attention over the decoded rows, bitwise.
 
 The kernels are compiled for this test alone, without optimization, and with scratch memory that begins as NaN.
 """
 
 import shutil
+import sys
 
 import pytest
 import torch
-from torch import Tensor
 
-from mlaforge.ops import native
+from mlaforge.ops import native, row_formats
 from mlaforge.ops.kernel_library import FOLDER, KernelLibrary
 
 # bf16 with the bytes of an element swapped, after a byte that has no meaning.
+FORMAT = '''"""Elements of bf16, the high byte first."""
+
+import dataclasses
+from typing import ClassVar
+
+from mlaforge.ops.row_formats.format import RowFormat, as_bytes, consecutive
+
+
+@dataclasses.dataclass(frozen=True)
+class Toy(RowFormat):
+    width: int
+
+    id: ClassVar = 99
+    names: ClassVar = ("toy",)
+
+    @classmethod
+    def make(cls, name, group_sizes, counts):
+        return cls(sum(group_sizes))
+
+    @property
+    def sizes(self):
+        return (self.width,)
+
+    @property
+    def parts(self):
+        return consecutive(("seven", 8, 1), ("elements", 8, 2 * self.width))
+
+    def write(self, rows_UB, units_U, row_NW):
+        import torch
+
+        swapped = as_bytes(row_NW.bfloat16()).unflatten(1, (-1, 2)).flip(2).flatten(1)
+        rows_UB.index_copy_(0, units_U, torch.nn.functional.pad(swapped, (1, 0), value=7))
+
+    def read(self, rows_UB, units_U):
+        import torch
+
+        return rows_UB[units_U][:, 1:].unflatten(1, (-1, 2)).flip(2).flatten(1).contiguous().view(torch.bfloat16)
+'''
 HEADER = """\
 #pragma once
 #include "simd/vectors.h"
@@ -50,11 +88,6 @@ H, G, D, BLOCK = 6, 2, 20, 16
 LENGTHS = [5, 300, 700]
 
 
-def pack(rows_NW: Tensor) -> Tensor:
-    swapped = rows_NW.view(torch.uint8).unflatten(1, (-1, 2)).flip(2).flatten(1)
-    return torch.nn.functional.pad(swapped, (1, 0), value=7)
-
-
 @pytest.fixture(scope="module")
 def toy_kernels(tmp_path_factory):
     form = native.form()
@@ -69,7 +102,19 @@ def toy_kernels(tmp_path_factory):
     return native.operations("toy")
 
 
-def test_attention_over_a_new_format(toy_kernels):
+@pytest.fixture(scope="module")
+def toy_format(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("formats")
+    (folder / "toy.py").write_text(FORMAT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_formats, "__path__", [*row_formats.__path__, str(folder)])
+        row_formats.row_format_types.cache_clear()
+        yield lambda width: row_formats.row_format("toy", (width,))
+    row_formats.row_format_types.cache_clear()
+    sys.modules.pop("mlaforge.ops.row_formats.toy", None)
+
+
+def test_attention_over_a_new_format(toy_kernels, toy_format):
     """In the last block of every sequence rows are unquantized or packed."""
     generator = torch.Generator().manual_seed(0)
     columns = [-(-length // BLOCK) for length in LENGTHS]
@@ -85,20 +130,25 @@ def test_attention_over_a_new_format(toy_kernels):
     numbers = [x.to(torch.int32) for x in (torch.tensor(LENGTHS), torch.zeros(len(LENGTHS)), starts)]
     step = (G, D, G * D, table, *numbers, BLOCK, 0, 0.3, None)
     expected = toy_kernels.decode(q, decoded, None, [0], *step)
+    format = toy_format(2 * G * D)
     assert all(bool(part.isfinite().all()) for part in expected)
     for packed_blocks in (len(order), len(order) // 2):
         count = packed_blocks * BLOCK
         unquantized = decoded[count:].contiguous() if count < len(decoded) else None
-        actual = toy_kernels.decode(q, pack(decoded[:count]), unquantized, [99, 2 * G * D], *step)
+        packed = format.empty(count, torch.device("cpu"))
+        format.write(packed, torch.arange(count), decoded[:count])
+        assert torch.equal(format.read(packed, torch.arange(count)), decoded[:count])
+        actual = toy_kernels.decode(q, packed, unquantized, format.descriptor, *step)
         assert all(map(torch.equal, actual, expected))
 
 
-def test_rows_are_written(toy_kernels):
-    x = torch.randn(3, 8).bfloat16()
-    rows, slots = torch.zeros(9, 17, dtype=torch.uint8), torch.tensor([4, 0, 8])
-    toy_kernels.rope_and_store(x.clone(), torch.ones(3, 1, 4, dtype=torch.complex64), rows, None, [99, 8], slots, 0, 8)
-    assert torch.equal(rows[slots], pack(x))
-    assert not rows[[1, 2, 3, 5, 6, 7]].any()
+def test_rows_are_written(toy_kernels, toy_format):
+    format, x, slots = toy_format(8), torch.randn(3, 8).bfloat16(), torch.tensor([4, 0, 8])
+    rows = format.empty(9, torch.device("cpu")).zero_()
+    expected, turn = rows.clone(), torch.ones(3, 1, 4, dtype=torch.complex64)
+    toy_kernels.rope_and_store(x.clone(), turn, rows, None, format.descriptor, slots, 0, 8)
+    format.write(expected, slots, x)
+    assert torch.equal(rows, expected)
 
 
 def test_the_size_of_a_row_is_checked(toy_kernels):

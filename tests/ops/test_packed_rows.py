@@ -1,5 +1,5 @@
 """Compiled kernels on packed rows, bitwise: attention equals attention over a bf16 cache of the decoded rows, and
-written bytes equal those of ops/row_format.py. Grouped-query rows that are all int8 are multiplied as integers:
+written bytes equal those of ops/row_formats/. Grouped-query rows that are all int8 are multiplied as integers:
 compared with fp64 within the rounding of queries and weights to 16 bits. Unwritten rows are NaN in both caches."""
 
 import itertools
@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlaforge.ops.row_format import Coded, Int4, Int8
+from mlaforge.ops.row_formats.coded import Coded
+from mlaforge.ops.row_formats.int4 import Int4
+from mlaforge.ops.row_formats.int8 import Int8
 from support.packed_caches import CPU, Cache, latent_format, latent_layer, make_cache
 
 

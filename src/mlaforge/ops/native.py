@@ -70,6 +70,43 @@ def kernels() -> Any | None:
     return operations(name)
 
 
+def kernel(name: str) -> Any:
+    """Return one compiled kernel; they must be available. A call takes a third of the time of a call through
+    `kernels()`, which selects an overload every time."""
+    return _overload(kernels(), name)
+
+
+@functools.cache
+def _overload(library: Any, name: str) -> Any:
+    return getattr(library, name).default
+
+
+def is_available() -> bool:
+    """Whether there are compiled kernels on this machine. Compiles them on the first call."""
+    return kernels() is not None
+
+
+def supports_bfloat16(x: Tensor, *others: Any) -> Literal[True] | str:
+    """Return True, or the reason why a kernel that takes bf16 on a CPU cannot take `x`, the first input of its op."""
+    if x.device.type == "cpu" and x.dtype != torch.bfloat16:
+        return f"it supports bfloat16, the inputs are {x.dtype}"
+    return supports_device(x.device)
+
+
+def supports_device(device: torch.device) -> Literal[True] | str:
+    """Return True, or the reason why no kernel can take inputs on this device."""
+    if device.type != "cpu":
+        return f"it needs CPU tensors, the inputs are on {device.type}"
+    return True if is_available() else "it is not compiled"
+
+
+def install_sigbus_handler(message: str) -> None:
+    """Print `message` and exit with code 2 if a file that is mapped into memory is cut short; without compiled kernels
+    nothing is mapped."""
+    if kernels() is not None:
+        kernel("install_sigbus_handler")(message)
+
+
 def operations(name: str) -> Any:
     """Return the operations of a loaded form."""
     return getattr(torch.ops, f"mlaforge_{name}")
@@ -81,6 +118,11 @@ def pack(weight_MK: Tensor, step: int = 1) -> Tensor:
     M, K = weight_MK.shape
     padded = torch.nn.functional.pad(weight_MK.bfloat16(), (0, -K % step, 0, -M % 16)).contiguous()
     return padded.view(len(padded) // 16, 16, -1, 2).transpose(1, 2).contiguous()
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Return the padded weight of `pack`, fp32 [M, K]."""
+    return packed.transpose(1, 2).reshape(len(packed) * 16, -1).float()
 
 
 def load(name: str) -> str | None:

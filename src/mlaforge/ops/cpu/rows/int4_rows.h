@@ -1,4 +1,5 @@
-// 4-bit rows, 32 tokens per unit: a scale and a minimum per key channel, and per token and head of the values.
+// 4-bit rows, 32 tokens per unit (ops/row_formats/int4.py): a scale and a minimum per key channel, and per token and head of
+// the values.
 #pragma once
 #include "simd/scratch.h"
 #include "simd/vectors.h"

@@ -1,4 +1,4 @@
-// 8-bit rows: a token's codes, then one bf16 scale per group of its row.
+// 8-bit rows (ops/row_formats/int8.py): a token's codes, then one bf16 scale per group of its row.
 #pragma once
 #include "rows/row_codes.h"
 #include "simd/vectors.h"

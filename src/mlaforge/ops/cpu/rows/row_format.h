@@ -61,7 +61,7 @@ class FormatRows final : public RowFormat {
 
 template <typename... Formats>
 struct FormatList {
-  // Returns the format of a descriptor (the Python format's `descriptor`).
+  // Returns the format of a descriptor (ops/row_formats/format.py).
   static std::shared_ptr<const RowFormat> find(at::IntArrayRef descriptor) {
     std::shared_ptr<const RowFormat> format;
     const bool exists = ((Formats::ID == descriptor[0] && (format = create<Formats>(descriptor.slice(1)))) || ...);
