@@ -7,7 +7,7 @@ compiled library and a compiler, torch's operations are used, and the reason is 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
