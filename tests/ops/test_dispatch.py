@@ -14,8 +14,8 @@ from mlaforge import runtime
 from mlaforge.ops import dispatch
 from mlaforge.ops import paged_attention as paged
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.check import check, differences, load, replay, save
-from mlaforge.ops.dispatch import Op
+from mlaforge.ops.check import check, differences, load, save
+from mlaforge.ops.dispatch import Op, replay
 from mlaforge.ops.host_view import Runs
 
 

@@ -7,7 +7,8 @@ import torch
 from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.cache.view import make_views
 from mlaforge.ops import packed_attention as op
-from mlaforge.ops.check import TOLERANCES, replay
+from mlaforge.ops.check import TOLERANCES
+from mlaforge.ops.dispatch import replay
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_attention import paged_attention
 from mlaforge.ops.paged_rows import PagedRows

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import Op
+from mlaforge.ops.host_view import host_view
 from mlaforge.ops.native import kernel, supports_bfloat16
 from mlaforge.ops.packed_attention import packed_attention
 from mlaforge.ops.paged_rows import PagedRows, native_rows, native_supports
@@ -53,7 +54,7 @@ def reference(
     rows_LW, decoded_view = rows.decode(view)
     attention_mass = []
     for s in sequences:
-        k_LW = decoded_view.host.sequence(s, rows_LW)[0][0, :, : kv_heads * D]
+        k_LW = host_view(decoded_view).sequence(s, rows_LW)[0][0, :, : kv_heads * D]
         k_GDL = k_LW.unflatten(1, (kv_heads, D)).permute(1, 2, 0)
         q_GJD = q_NHD[last_query_row(view, s)].view(kv_heads, -1, D)
         logits_GJL = q_GJD.float() @ k_GDL.float() * scale

@@ -11,13 +11,10 @@ sequence: T query tokens, L rows that they read, n rows of a tree.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from mlaforge.ops.host_view import HostView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +95,3 @@ class CacheView:
         T, n = self.tree_Tn.shape
         assert n == T, f"{T} query tokens of a tree of {n}"
         return torch.cat((at_L[: L - n], at_L[L - n] + self.tree_Tn.amax(1).long()))
-
-    @functools.cached_property
-    def host(self) -> HostView:
-        """This view as the host and torch's operations on a CPU read it."""
-        return HostView(self)

@@ -116,12 +116,3 @@ def load(path: Path, device: str = "cpu") -> list[Any]:
         return kind(**{name: value_of(field) for name, field in stored["fields"].items()})
 
     return list(map(value_of, inputs))
-
-
-def replay(path: Path, implementation: str | None = None, device: str = "cpu") -> Any:
-    """Run an op on the inputs of a mismatch that `check` saved; the file's name begins with the op's name."""
-    from mlaforge.ops import dispatch
-
-    name = path.name.partition("-")[0]
-    importlib.import_module(f"mlaforge.ops.{dispatch.MODULES[name]}")
-    return dispatch.OPS[name](*load(path, device), implementation=implementation)

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
 from mlaforge import runtime
-from mlaforge.ops.check import check, cloned
+from mlaforge.ops.check import check, cloned, load
 from mlaforge.ops.native import kernel
 
 Supports = Callable[..., "Literal[True] | str"]
@@ -147,8 +149,8 @@ class Op:
         before = [cloned(x) if i in self.mutates else x for i, x in enumerate(inputs)]
         saved = [cloned(x) if i in self.mutates else x for i, x in enumerate(inputs)]
         outputs, expected = run(*inputs), self.reference(*before)
-        actual, wanted = self.observe(inputs, outputs), self.observe(before, expected)
-        check(f"{self.name} {name}", saved, actual, wanted, self.tolerance)
+        pair = self.observe(inputs, outputs), self.observe(before, expected)
+        check(f"{self.name} {name}", saved, *pair, self.tolerance)
         comparisons[self.name, name] += 1
         return outputs
 
@@ -224,6 +226,13 @@ def hooked(hook: Hook) -> Iterator[None]:
     finally:
         _state.hook = None
         refresh()
+
+
+def replay(path: Path, implementation: str | None = None, device: str = "cpu") -> Any:
+    """Run an op on the inputs of a mismatch that `check` saved; the file's name begins with the op's name."""
+    name = path.name.partition("-")[0]
+    importlib.import_module(f"mlaforge.ops.{MODULES[name]}")
+    return OPS[name](*load(path, device), implementation=implementation)
 
 
 # All ops whose module was imported, by name, and the module in ops/ of every op.

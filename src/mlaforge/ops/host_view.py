@@ -11,22 +11,28 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 
+from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import uploaded
-
-if TYPE_CHECKING:
-    from mlaforge.ops.cache_view import CacheView
 
 # Ranges of consecutive slots: (start, length) of each.
 SlotRuns = tuple[tuple[int, int], ...]
 
 
+def host_view(view: CacheView) -> HostView:
+    """Return the view as the host reads it; the layers of a step share it."""
+    # Stored like a cached property, which would make the modules import each other.
+    host: HostView = vars(view).setdefault("_host_view", None) or HostView(view)
+    vars(view)["_host_view"] = host
+    return host
+
+
 class HostView:
-    """Of one CacheView; `CacheView.host` returns it."""
+    """Of one CacheView; `host_view` returns it."""
 
     def __init__(self, view: CacheView):
         self.view = view

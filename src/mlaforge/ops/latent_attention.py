@@ -21,6 +21,7 @@ from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import rotate
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import Op
+from mlaforge.ops.host_view import host_view
 from mlaforge.ops.native import kernel, pack, supports_bfloat16, unpack
 from mlaforge.ops.paged_rows import PagedRows, native_rows, native_supports, written_rows
 
@@ -126,7 +127,7 @@ def _sequences(q_NHD: Tensor, rows: PagedRows, view: CacheView) -> Any:
     """Yield queries [H, T, D], rows [L, W] in fp32, visibility [T, L] or None, and positions [L] of each sequence."""
     rows_LW, decoded_view = rows.decode(view)
     for s, q_THD in enumerate(q_NHD.split(view.queries)):
-        row_1LW, mask = decoded_view.host.sequence(s, rows_LW)
+        row_1LW, mask = host_view(decoded_view).sequence(s, rows_LW)
         L = row_1LW.shape[1]
         positions_L = view.positions(s, L)
         at_L = torch.arange(L, device=q_NHD.device) if positions_L is None else positions_L

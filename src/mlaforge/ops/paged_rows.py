@@ -15,6 +15,7 @@ from torch import Tensor
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.decompressed_keys import DecompressedKeys
 from mlaforge.ops.dispatch import Op
+from mlaforge.ops.host_view import host_view
 from mlaforge.ops.native import kernel, supports_device
 from mlaforge.ops.row_formats.format import RowFormat
 from mlaforge.ops.row_formats.plain import Plain
@@ -102,7 +103,7 @@ class PagedRows:
             rows = self.format.read(self.packed, table_SK.flatten().long()).to(self.dtype)
             row_ids = torch.arange(table_SK.numel(), dtype=torch.int32, device=table_SK.device)
             return rows, dataclasses.replace(view, block_table_SB=row_ids.view_as(table_SK))
-        blocks_B, gathered = view.host.gathered
+        blocks_B, gathered = host_view(view).gathered
         size = view.block_size
         if self.unquantized is None:
             return self.format.read(self.packed, self.units(blocks_B, size)).to(self.dtype), gathered

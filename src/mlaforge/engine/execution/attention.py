@@ -26,6 +26,7 @@ from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import rotate
 from mlaforge.ops.attention_mass import attention_with_mass, last_query_row, probe_attention_mass
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.host_view import host_view
 from mlaforge.ops.latent_attention import LATENT, LATENT_ROPE, LatentWeights
 from mlaforge.ops.packed_attention import packed_attention
 from mlaforge.ops.paged_attention import capturable, paged_attention
@@ -234,7 +235,7 @@ class PagedLatentAttention:
         w_uk, _, b_k, _ = latent.up_projections()
         attention_mass = []
         for s in sequences:
-            row_LW = rows_view.host.sequence(s, rows_LW)[0][0]
+            row_LW = host_view(rows_view).sequence(s, rows_LW)[0][0]
             L, G = len(row_LW), latent.num_kv_heads
             mean_BR = row_LW[: L // size * size].view(-1, size, row_LW.shape[1]).mean(1, dtype=wide)
             at_B = torch.arange(len(mean_BR), device=rows_LW.device) * size + size // 2
@@ -282,7 +283,7 @@ class PagedLatentAttention:
         rows_LW, view = self.rows.decode(view)
         outs = []
         for index, T in enumerate(view.queries):
-            rows_1LW, mask = view.host.sequence(index, rows_LW)
+            rows_1LW, mask = host_view(view).sequence(index, rows_LW)
             q_1HTD = q_NHD.narrow(0, sum(view.queries[:index]), T).transpose(0, 1)[None]
             L = rows_1LW.shape[1]
             positions_L = view.positions(index, L)
