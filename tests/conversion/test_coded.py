@@ -63,7 +63,8 @@ def test_coded_rows_have_the_requested_bits(family, layout, converted):
     counts = model.config.mla_code_counts
     assert [code[0] for code in counts] == model.config.mla_kv_lora_ranks
     assert [
-        CodedRows(c, layer.self_attn.rope_dim).layout.row_bytes for c, layer in zip(counts, model.model.layers, strict=True)
+        CodedRows(c, layer.self_attn.rope_dim).layout.row_bytes
+        for c, layer in zip(counts, model.model.layers, strict=True)
     ] == [row.shape[-1] for row in rows]
 
 

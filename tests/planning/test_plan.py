@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from mlaforge.families import read_spec
 from mlaforge.families.spec import ModelSpec
+from mlaforge.planning.code_plan import coded_plan
 from mlaforge.planning.config import PlanConfig
 from mlaforge.planning.plan import (
     LATENT_LAYOUTS,
     BudgetTooSmall,
     LayerPlan,
     Plan,
-    coded_plan,
     make_plan,
     rank_limit,
     unconverted,

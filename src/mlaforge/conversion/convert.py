@@ -29,10 +29,10 @@ from mlaforge.data import corpus, overlap
 from mlaforge.factorization.moments import collect
 from mlaforge.families.spec import ModelSpec
 from mlaforge.planning import plan_file
+from mlaforge.planning.code_plan import coded_shape
 from mlaforge.planning.plan import (
     CONTEXTS,
     Plan,
-    coded_shape,
     make_plan,
     plain,
     resolve_bits_or_budget,

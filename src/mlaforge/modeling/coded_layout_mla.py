@@ -6,20 +6,28 @@ Copied into checkpoints; requires only the standard library, so that plans are c
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-# Version of the format that conversions write (`mla_code_version`), and the versions that are read. A version says what
-# `mla_code_counts` promises; rows exist only at run time and have the same layout for all versions:
-#   1  counts are multiples of 8; planes seldom fill their last bytes
-#   2  counts are multiples of 8, granted so that planes fill whole words where the model's widths allow
+# `mla_code_version` of a checkpoint: the layout of its rows when it was written. 1: planes of single bits, and counts
+# such that they end with whole bytes; 2: the layout of this file, and counts such that planes end with whole words.
+# Rows exist only at run time, and a code is the same integer in both, so checkpoints of both are read with this layout,
+# which pads what is not filled.
 VERSION, VERSIONS = 2, (1, 2)
 # Bits of a code in each plane. A code of 7 bits has 4 + 2 + 1, the lowest bits in the widest plane.
 PLANES = (8, 4, 2, 1)
 # Planes, the rotary key and rows begin at multiples of this many bytes.
 ALIGNMENT = 16
+# Coordinates that fill whole 32-bit words in every plane. Conversions give them equally many bits.
+GROUP = 32
 
 
 def round_up(number: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is not below `number`."""
     return -(-number // multiple) * multiple
+
+
+def check_version(version: int) -> None:
+    """Raise ValueError for a checkpoint of an unknown `mla_code_version`."""
+    if version not in VERSIONS:
+        raise ValueError(f"mla_code_version {version} is not one of {VERSIONS}, which this code reads")
 
 
 class Segment(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any
 
 from mlaforge.config import nearest
 from mlaforge.families.spec import LayerSpec, ModelSpec
+from mlaforge.modeling.coded_layout_mla import CodedLayout
 from mlaforge.runtime import UserError
 
 LATENT_LAYOUTS = ("latent", "latent_rope")
@@ -32,9 +33,6 @@ ITEMSIZES = {"fp32": 4, "bf16": 2, "fp8": 1}
 STORED = (*ITEMSIZES, "int8", "int4")
 # Tokens per group of int4; other formats pack every token separately.
 PACKED = 32
-# Difference in bits between the first and last coordinate of a coded layer if all were coded (measured on SmolLM2).
-BITS_FALL = 11.6
-LARGEST_CODE = 11
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,7 @@ class LayerPlan:
     @property
     def coded_bytes(self) -> int:
         """Bytes of a coded row."""
-        planes, rotary = sum(self.code) // 8, self.qk_rope_head_dim
-        return planes + ((planes + rotary) % 2 + rotary + 2 if rotary else 0)
+        return CodedLayout(self.code, self.qk_rope_head_dim).row_bytes
 
 
 @dataclass(frozen=True)
@@ -251,43 +248,6 @@ def make_plan(
         ),
         stored,
     )
-
-
-def expected_code(coordinates: int, bits: int) -> tuple[int, ...]:
-    """Estimate of LayerPlan.code: `bits` in total for at most `coordinates` coordinates. Calibration replaces the
-    number of retained coordinates and their bits."""
-    blocks = coordinates // 8
-    widths = [0] * blocks
-    for _ in range(bits // 8):
-        extensible = [i for i in range(blocks) if widths[i] < LARGEST_CODE]
-        if extensible:
-            widths[min(extensible, key=lambda i: widths[i] + BITS_FALL * i / blocks)] += 1
-    return tuple(8 * sum(width > bit for width in widths) for bit in range(max(widths)))
-
-
-def coded_shape(
-    spec: ModelSpec, bits: float, layout: str, layers: str = "all", qk_rope_head_dim: int | None = None
-) -> Plan:
-    """Plan at the budget whose rotary key fits rows of `bits` bits per element; the key itself has 8 per element. The
-    final ranks follow from the bits. Raise UserError for too few bits."""
-    try:
-        return make_plan(spec, min(bits / 8, 0.99), layout, layers, None, qk_rope_head_dim)
-    except BudgetTooSmall as error:
-        minimum = math.ceil(800 * error.minimum) / 100
-        advice = f"use at least {minimum:g}" if minimum <= 8 else SMALLER_KEY
-        raise UserError(f"bits = {bits:g}, as a budget {bits / 8:g} {error.reason}; {advice}") from None
-
-
-def coded_plan(spec: ModelSpec, bits: float, layout: str, layers: str, qk_rope_head_dim: int | None = None) -> Plan:
-    """make_plan with coded rows of `bits` bits in the mean per element that GQA caches."""
-    plan = coded_shape(spec, bits, layout, layers, qk_rope_head_dim)
-    chosen = list(plan.layers)
-    for i in plan.converted:
-        rotary, layer = chosen[i].qk_rope_head_dim, spec.layers[i]
-        latent_bits = int(bits * layer.cached) - (8 * rotary + 24 if rotary else 0)
-        code = expected_code(rank_limit(spec, layer, layout), latent_bits)
-        chosen[i] = LayerPlan(layout, code[0], rotary, code)
-    return Plan(spec, tuple(chosen), "coded")
 
 
 def select_layers(spec: ModelSpec, layers: str) -> set[int]:
