@@ -134,7 +134,7 @@ class RowCurve:
 
     A group of b bits takes b words of 32 bits, and the plane of two bits, of which a group takes two words, is padded
     to ALIGNMENT. The state after each group is therefore the number of words and the parity of the groups in that
-    plane. A last group with fewer than GROUP coordinates takes as many words as a full one.
+    plane. A last group with fewer than GROUP coordinates is counted as a full one.
 
     error: Rates.error. rope_dim: elements of the rotary key. `least` [L]: least error of rows of at most l * ALIGNMENT
     bytes, infinite where none fits.

@@ -1,4 +1,4 @@
-"""Plans with coded rows (modeling/coded_layout_mla.py): which sizes fit, and the code that calibration will about choose."""
+"""Plans with coded rows (modeling/coded_layout_mla.py): the sizes that fit, and an estimate of the code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.coded_layout_mla import ALIGNMENT, GROUP, CodedLayout
-from mlaforge.planning.plan import SMALLER_KEY, BudgetTooSmall, LayerPlan, Plan, make_plan, rank_limit
+from mlaforge.planning.plan import SMALLER_KEY, LayerPlan, Plan, make_plan, rank_limit, select_layers
 from mlaforge.runtime import UserError
 
 # Difference in bits between the first and last coordinate of a coded layer if all were coded (measured on SmolLM2).
@@ -41,24 +41,21 @@ def coded_shape(
 ) -> Plan:
     """Plan at the budget whose rotary key fits rows of `bits` bits per element; the key itself has 8 per element. The
     final ranks follow from the bits. Raise UserError for too few bits."""
-    budget = min(bits / 8, 0.99)
-    try:
-        plan = make_plan(spec, budget, layout, layers, None, qk_rope_head_dim)
-        rotary = max(layer.qk_rope_head_dim for layer in plan.layers)
-        if qk_rope_head_dim is None and rotary > ALIGNMENT and rotary % ALIGNMENT:
-            plan = make_plan(spec, budget, layout, layers, None, rotary // ALIGNMENT * ALIGNMENT)
-    except BudgetTooSmall as error:
-        minimum = math.ceil(800 * error.minimum) / 100
-        advice = f"use at least {minimum:g}" if minimum <= 8 else SMALLER_KEY
-        raise UserError(f"bits = {bits:g}, as a budget {bits / 8:g} {error.reason}; {advice}") from None
-    for i in plan.converted:
-        cached, shortest = spec.layers[i].cached, CodedLayout((8,), plan.layers[i].qk_rope_head_dim).row_bytes
+    rotary = (qk_rope_head_dim or 2) if layout == "latent_rope" else 0
+    shortest = CodedLayout((8,), rotary).row_bytes
+    for i in sorted(select_layers(spec, layers)):
+        cached = spec.layers[i].cached
         if bits * cached < 8 * shortest:
             minimum = math.ceil(800 * shortest / cached) / 100
             raise UserError(
                 f"bits = {bits:g} of layer {i}'s {cached} cached elements are {bits * cached / 8:g} bytes, and the "
                 f"shortest row has {shortest}; " + (f"use at least {minimum:g}" if minimum <= 8 else SMALLER_KEY)
             )
+    budget = min(bits / 8, 0.99)
+    plan = make_plan(spec, budget, layout, layers, None, qk_rope_head_dim)
+    rotary = max(layer.qk_rope_head_dim for layer in plan.layers)
+    if qk_rope_head_dim is None and rotary > ALIGNMENT and rotary % ALIGNMENT:
+        plan = make_plan(spec, budget, layout, layers, None, rotary // ALIGNMENT * ALIGNMENT)
     return plan
 
 
