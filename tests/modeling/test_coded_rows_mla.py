@@ -41,8 +41,8 @@ def test_segments_cover_every_bit_once(counts, rope):
     end, plane = 0, None
     for part in layout.segments:
         assert part.offset >= end and part.offset % (4 if part.bits == plane else ALIGNMENT) == 0
-        end, plane = part.offset + -(-part.count * part.bits // 32) * 4, part.bits
-        for i in range(part.first, part.first + part.count):
+        end, plane = part.offset + -(-part.coordinates * part.bits // 32) * 4, part.bits
+        for i in range(part.first, part.first + part.coordinates):
             bits = (1 << part.bits) - 1 << part.shift
             assert not covered[i] & bits
             covered[i] |= bits

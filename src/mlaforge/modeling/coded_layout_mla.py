@@ -36,14 +36,14 @@ class Segment(NamedTuple):
     bits    bits of a code in this plane: 8, 4, 2 or 1
     shift   the lowest of them, as a bit of the code
     first   first coordinate
-    count   coordinates
+    coordinates  their number
     offset  first byte in the row, a multiple of 4; the segment ends with a multiple of 4 bytes
     """
 
     bits: int
     shift: int
     first: int
-    count: int
+    coordinates: int
     offset: int
 
 
@@ -83,5 +83,5 @@ class CodedLayout:
 
     @property
     def padding(self) -> int:
-        """Bytes of a row that hold nothing, fractions of a byte included in the codes' bits."""
-        return self.row_bytes - (sum(self.counts) + 7) // 8 - (self.rope_dim + 2 if self.rope_dim else 0)
+        """Bytes of a row that hold nothing."""
+        return self.row_bytes - sum(self.counts) // 8 - (self.rope_dim + 2 if self.rope_dim else 0)

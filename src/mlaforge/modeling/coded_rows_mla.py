@@ -68,7 +68,7 @@ class CodedRows:
         codes = self.nearest(row[..., : self.rank]).nan_to_num().int() + self.halves(row.device)
         packed = torch.zeros(*row.shape[:-1], self.layout.row_bytes, dtype=torch.uint8, device=row.device)
         for part in self.layout.segments:
-            fields = codes[..., part.first : part.first + part.count] >> part.shift & (1 << part.bits) - 1
+            fields = codes[..., part.first : part.first + part.coordinates] >> part.shift & (1 << part.bits) - 1
             stored = fields.to(torch.uint8) if part.bits == 8 else _to_words(fields, part)
             packed[..., part.offset : part.offset + stored.shape[-1]] = stored
         if self.rope_dim:
@@ -83,10 +83,10 @@ class CodedRows:
         """Decode uint8 [..., B] to bf16 [..., R+E]. Integers beyond 256 are rounded to bf16."""
         codes = (-self.halves(packed.device)).expand(*packed.shape[:-1], -1).clone()
         for part in self.layout.segments:
-            size = part.count if part.bits == 8 else -(-part.count * part.bits // 32) * 4
+            size = part.coordinates if part.bits == 8 else -(-part.coordinates * part.bits // 32) * 4
             stored = packed[..., part.offset : part.offset + size].int()
             fields = stored if part.bits == 8 else _from_words(stored, part)
-            codes[..., part.first : part.first + part.count] += fields << part.shift
+            codes[..., part.first : part.first + part.coordinates] += fields << part.shift
         if not self.rope_dim:
             return codes.bfloat16()
         layout = self.layout
@@ -107,7 +107,7 @@ def _shifts(part: Segment, device: torch.device) -> Tensor:
 
 def _to_words(fields: Tensor, part: Segment) -> Tensor:
     """Arrange a segment's fields of 4, 2 or 1 bits, int32 [..., count], as the bytes of words, uint8 [..., 4 W]."""
-    padded = torch.nn.functional.pad(fields, (0, -part.count % (32 // part.bits)))
+    padded = torch.nn.functional.pad(fields, (0, -part.coordinates % (32 // part.bits)))
     fours_WM4 = padded.unflatten(-1, (-1, 8 // part.bits, 4))[..., BYTE_ORDER]
     return (fours_WM4 << _shifts(part, fields.device)).sum(-2).flatten(-2).to(torch.uint8)
 
@@ -116,4 +116,4 @@ def _from_words(stored: Tensor, part: Segment) -> Tensor:
     """Inverse of _to_words: int32 bytes [..., 4 W] to fields [..., count]."""
     words_W14 = stored.unflatten(-1, (-1, 1, 4))
     fours_WM4 = words_W14 >> _shifts(part, stored.device) & (1 << part.bits) - 1
-    return fours_WM4[..., BYTE_ORDER].flatten(-3)[..., : part.count]
+    return fours_WM4[..., BYTE_ORDER].flatten(-3)[..., : part.coordinates]

@@ -21,11 +21,11 @@ struct CodedRows {
     const int64_t most = counts.size();
     TORCH_CHECK(most > 0 && most <= MAX_BITS, "a code has 1 to ", MAX_BITS, " bits");
     rank = counts[0], width = rank + rope_;
-    for (int64_t bits = most, first = 0; bits > 0; first = counts[--bits]) {
-      if (bits < most) TORCH_CHECK(counts[bits - 1] >= counts[bits], "sizes of a code are invalid: ", sizes);
-      TORCH_CHECK(counts[bits - 1] % 8 == 0 && counts[bits - 1] > 0, "sizes of a code are invalid: ", sizes);
-      if (counts[bits - 1] > first) runs_.push_back({bits, first, counts[bits - 1] - first});
-      if (bits == 1) break;
+    for (int64_t bits = most, first = 0; bits > 0; --bits) {
+      const int64_t end = counts[bits - 1];
+      TORCH_CHECK(end > 0 && end % 8 == 0 && end >= first, "sizes of a code are invalid: ", sizes);
+      if (end > first) runs_.push_back({bits, first, end - first});
+      first = end;
     }
     int64_t end = 0;
     for (int64_t plane = 0; plane < 4; ++plane) {
