@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -38,30 +39,34 @@ def ours(model: Path, format: str, threads: int) -> dict[str, Any]:
     from mlaforge.engine.config import EngineConfig
     from mlaforge.engine.llm import LLM
     from mlaforge.engine.sampling.params import SamplingParams
-    from mlaforge.ops.mxfp4_experts import OP
+    from mlaforge.ops.dispatch import Op, hooked
 
     torch.set_num_threads(threads)
     began = time.perf_counter()
     llm = LLM(model, EngineConfig(dtype=format, max_model_len=2048, cache_bytes=1 << 29, max_num_seqs=BATCH))
     measured: dict[str, Any] = {"load_s": time.perf_counter() - began}
     touched: list[int] = []
-    OP.hook = lambda _, inputs: touched.append(len(inputs[1].unique()))
+
+    def count_experts(op: Op, _: str, inputs: Sequence[Any]) -> None:
+        if op.name == "mxfp4_experts":
+            touched.append(len(inputs[1].unique()))
 
     def seconds(texts: list[list[int]], tokens: int) -> float:
         began = time.perf_counter()
         llm.generate(texts, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True))
         return time.perf_counter() - began
 
-    # The first text brings the experts' pages into the process.
-    measured["cold_first_token_s"] = seconds(prompts(1, PROMPT, 1), 1)
-    measured["first_token_s"] = seconds(prompts(1, PROMPT, 2), 1)
-    for count in (1, BATCH):
-        texts = prompts(count, 16, 10 + count)
-        seconds(texts, 2)
-        one = seconds(texts, 1)
-        touched.clear()
-        measured[f"step_s_{count}"] = (seconds(texts, 1 + TOKENS) - one) / TOKENS
-        measured[f"experts_touched_{count}"] = sum(touched) / len(touched)
+    with hooked(count_experts):
+        # The first text brings the experts' pages into the process.
+        measured["cold_first_token_s"] = seconds(prompts(1, PROMPT, 1), 1)
+        measured["first_token_s"] = seconds(prompts(1, PROMPT, 2), 1)
+        for count in (1, BATCH):
+            texts = prompts(count, 16, 10 + count)
+            seconds(texts, 2)
+            one = seconds(texts, 1)
+            touched.clear()
+            measured[f"step_s_{count}"] = (seconds(texts, 1 + TOKENS) - one) / TOKENS
+            measured[f"experts_touched_{count}"] = sum(touched) / len(touched)
     memory = psutil.Process().memory_info()
     return measured | {"resident_gib": memory.rss / 2**30, "anonymous_gib": (memory.rss - memory.shared) / 2**30}
 

@@ -25,7 +25,7 @@ from mlaforge.factorization import code
 from mlaforge.families.spec import LayerSpec
 from mlaforge.modeling.coded_rows_mla import round_up_bf16, scaled_codes
 from mlaforge.modeling.rope_mla import pairs, rotate
-from mlaforge.ops.row_format import INT4_TOKENS
+from mlaforge.ops.row_formats.int4 import INT4_TOKENS
 from mlaforge.runtime import progress
 
 # First tokens of a text that stay in bf16.

@@ -21,7 +21,7 @@ WORDS, LONGEST = 1400, 22
 KEY_MODULES = """
 artifact config runtime tensor_store
 modeling/latent_attention_mla modeling/coded_rows_mla
-ops/dispatch ops/native ops/paged_attention ops/row_format
+ops/dispatch ops/native ops/paged_attention ops/row_formats/format
 families/family families/spec families/fields
 checkpoint/source_model checkpoint/reader checkpoint/writer
 data/corpus planning/plan training/loop

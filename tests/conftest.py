@@ -77,8 +77,8 @@ FORMS = [
 
 @pytest.fixture(scope="module", params=FORMS)
 def compiled(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The compiled CPU kernels in every form of this processor, and emulated AMX; paged attention uses them."""
-    from mlaforge.ops import native, paged_attention
+    """The compiled CPU kernels in every form of this processor, and emulated AMX; ops use them."""
+    from mlaforge.ops import native
     from support import emulated_amx
 
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +88,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Any]:
         reason = native.load(request.param)
         assert reason is None, reason
         operations = native.operations(request.param)
-        patch.setattr(paged_attention, "kernels", lambda: operations)
+        patch.setattr(native, "kernels", lambda: operations)
         yield operations
 
 

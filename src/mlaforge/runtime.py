@@ -94,6 +94,12 @@ def native_choice() -> str:
     return choice
 
 
+def kernels_folder() -> Path | None:
+    """Return $MLAFORGE_KERNELS, a folder that `mlaforge build-kernels --out` filled; None if unset."""
+    folder = os.environ.get("MLAFORGE_KERNELS")
+    return Path(folder) if folder else None
+
+
 def compiler_name() -> str:
     """Return $CXX, the C++ compiler; g++ if it is unset."""
     return os.environ.get("CXX") or "g++"

@@ -11,7 +11,7 @@ import torch
 
 from mlaforge.checkpoint.loading import load_model
 from mlaforge.checkpoint.source_model import SourceModel
-from mlaforge.ops.row_format import Int4
+from mlaforge.ops.row_formats.int4 import Int4
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 if str(FOLDER) not in sys.path:

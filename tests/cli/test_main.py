@@ -13,7 +13,6 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mlaforge import __version__
 from mlaforge.cli.main import app
 from mlaforge.cli.verb import ADVANCED, FIRST
 from mlaforge.config import within
@@ -247,12 +246,6 @@ def test_report_prints_its_path(halved, cli, refused, tmp_path):
     assert printed(cli("report", halved.parent, "--out", page)).strip() == str(page)
     assert json.loads(page.with_suffix(".json").read_text())["conversions"][0]["name"] == "out"
     refused("does not exist", "report", tmp_path / "nowhere", "--out", page)
-
-
-def test_env_prints_json(cli):
-    environment = json.loads(printed(cli("env")))
-    assert environment["mlaforge"] == __version__
-    assert {"python", "torch", "transformers", "safetensors", "platform", "device"} < set(environment)
 
 
 def test_demo_runs_all_stages_and_reuses_finished_ones(tiny_models, cli, tree, monkeypatch, tmp_path):

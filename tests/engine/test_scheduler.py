@@ -12,7 +12,8 @@ from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.cache.kv_cache import LayerCache, size_groups
 from mlaforge.engine.request.sequence import Request, Sequence
 from mlaforge.engine.scheduler import Scheduler
-from mlaforge.ops.row_format import Int4, Plain
+from mlaforge.ops.row_formats.int4 import Int4
+from mlaforge.ops.row_formats.plain import Plain, dtype_name
 from mlaforge.runtime import UserError
 from support.engine_driver import Oracle, greedy, idle, most_blocks, random_prompts, renew, watched
 
@@ -318,7 +319,7 @@ def test_groups_fit_the_budget_and_error_names_a_sufficient_one(
         block_size = 32 * -(-block_size // 32)
         formats = [Int4(1, 2 * width) for width in numbers]
     else:
-        formats = [Plain(width, dtype) for width in numbers]
+        formats = [Plain(width, dtype_name(dtype)) for width in numbers]
     newest_unquantized = isinstance(dtype, str)
     places += range(len(windows))
     layers = [LayerCache("gqa", form, index) for form, index in zip(formats, places, strict=True)]

@@ -5,9 +5,10 @@ import torch
 
 from mlaforge import LLM, SamplingParams
 from mlaforge.checkpoint import loading
-from mlaforge.engine import memory as kept_by
+from mlaforge.engine import memory
+from mlaforge.engine.cache.kv_cache import layer_caches
+from mlaforge.engine.execution.indexer import Indexer, Selections
 from mlaforge.ops import decompressed_keys, native, token_selection
-from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
 from support.speculating import branch, speculate
@@ -101,19 +102,21 @@ def test_only_selected_rows_are_read(layout, dtype, sparse, monkeypatch):
 
 @pytest.fixture
 def everything(monkeypatch):
-    """Whoever generates reads a selection of all that there is; gives the index keys of each step's first layer."""
-    seen, choose = [], token_selection.TokenIndex.choose
+    """Generated tokens read a selection of all tokens. Returns the index keys that each layer with an index selects."""
+    seen, call = [], Indexer.__call__
 
-    def counts(view, topk, window):
+    def counts(self, view, topk, window):
         return view.lengths if any(view.generating) else None
 
-    def watched(self, keys, q, turn, view, counts, apart):
-        found = choose(self, keys, q, turn, view, counts, apart)
-        seen.append(token_selection.keys_at(keys, found[0][0, : counts[0]].long()).clone())
-        return found
+    def recorded_call(self, features, q, turn, rows, view, *others):
+        selected = call(self, features, q, turn, rows, view, *others)
+        if self.index is not None and selected is not view:
+            slots = selected.block_table_SB[0, : selected.counts[0]].long()
+            seen.append(token_selection.keys_at(rows.index, slots).clone())
+        return selected
 
-    monkeypatch.setattr(CacheView, "selected_counts", counts)
-    monkeypatch.setattr(token_selection.TokenIndex, "choose", watched)
+    monkeypatch.setattr(Selections, "counts", counts)
+    monkeypatch.setattr(Indexer, "__call__", recorded_call)
     return seen
 
 
@@ -200,7 +203,7 @@ def test_a_selection_is_shared(sparse):
 def test_cached_keys_change_no_token(layout, stored, sparse, monkeypatch):
     """To the bit, where rows are shared, copied, moved, given up and written again. The kernels of other forms are
     compared in tests/ops."""
-    if (compiled := native.kernels()) is None:
+    if not native.is_available():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     # What is short reads much of what there is.
     monkeypatch.setattr(decompressed_keys, "TOKENS_PER_KEY", 1)
@@ -209,7 +212,7 @@ def test_cached_keys_change_no_token(layout, stored, sparse, monkeypatch):
 
     def scores(keep, drafter=None, blocks=200):
         with monkeypatch.context() as patch:
-            patch.setattr(kept_by, "kernels", lambda: compiled if keep else None)
+            patch.setattr(memory, "layer_caches", lambda *args: layer_caches(*args[:-1], keep))
             options = {"dtype": "bfloat16", "kv_cache_dtype": stored}
             block = sum(layer.block_bytes(16) for layer in engine(directory, **options).engine.cache.layers)
             llm = engine(directory, **options, cache_bytes=blocks * block)
@@ -265,7 +268,7 @@ def test_index_and_key_bytes_are_counted(sparse):
         llm.generate([PROMPTS[0]], greedy(2))
     layer, bare = (llm.engine.cache.layers[0] for llm in both)
     assert layer.block_bytes(16) == bare.block_bytes(16) + 16 * 16
-    if native.kernels() is not None:
+    if native.is_available():
         both.append(engine(sparse("llama", "latent"), dtype="bfloat16"))
         kept = both[-1].engine.cache.rows[0].decompressed_keys
         size = both[-1].engine.cache.layers[0].block_bytes(16) - layer.block_bytes(16) + 16 * layer.width * 2

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from mlaforge.engine.speculation.drafter import ancestry
 from mlaforge.ops.decompressed_keys import TOKENS_PER_KEY, DecompressedKeys
-from mlaforge.ops.row_format import Int4, Int8, RowFormat
+from mlaforge.ops.row_formats.format import RowFormat
+from mlaforge.ops.row_formats.int4 import Int4
+from mlaforge.ops.row_formats.int8 import Int8
 from support.kernel_forms import EVERY_FORM
 from support.packed_caches import Cache, latent_format, latent_layer, make_cache, regrouped
 

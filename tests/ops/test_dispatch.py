@@ -1,6 +1,7 @@
 """Selection of implementations, its log lines and errors, and `MLAFORGE_OPS=check`."""
 
 import dataclasses
+import importlib
 import re
 from pathlib import Path
 
@@ -10,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlaforge import runtime
-from mlaforge.engine.cache.view import Runs
 from mlaforge.ops import dispatch
 from mlaforge.ops import paged_attention as paged
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import check, differences, load, save
-from mlaforge.ops.dispatch import Op
+from mlaforge.ops.dispatch import Op, replay
+from mlaforge.ops.host_view import Runs
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_argument_before_environment_before_support(op, monkeypatch):
     monkeypatch.setenv("MLAFORGE_OPS", "reference, paged_attention=wrong")
     assert op(EVEN)[0][3] == 7
     # A word for another op.
-    monkeypatch.setenv("MLAFORGE_OPS", "dispatch=wrong")
+    monkeypatch.setenv("MLAFORGE_OPS", "mxfp4_experts=wrong")
     assert op(EVEN)[0][3] == 6
 
 
@@ -59,8 +60,8 @@ def test_argument_before_environment_before_support(op, monkeypatch):
     ("choice", "words"),
     [
         ("far", "paged_attention: far cannot run here: it is far away"),
-        ("fsat", "paged_attention has no implementation 'fsat'; it has fast, wrong, far, reference"),
-        ("attention=fast", "MLAFORGE_OPS names 'attention', which is not an op; this op is paged_attention"),
+        ("fsat", "'fsat'"),
+        ("attention=fast", "MLAFORGE_OPS names 'attention', which is not an op; ops are attention_mass, "),
     ],
 )
 def test_rejects_unknown_and_unsupported_implementations(op, monkeypatch, choice, words):
@@ -82,7 +83,7 @@ def test_check_compares_and_saves_the_inputs(op, monkeypatch, tmp_path):
     ) as error:
         op(ODD)
     path = Path(str(error.value).split("saved as ")[1])
-    assert load(path, {})[0].equal(ODD)
+    assert load(path)[0].equal(ODD)
 
 
 NUMBERS = st.floats(width=32)
@@ -123,8 +124,9 @@ def test_saved_inputs_are_restored_exactly(tmp_path):
         4, 1, 7, None, (1,), Runs([[0, 2]], (7,), 4), lengths=(7,),
     )  # fmt: skip
     q = torch.randn(2, 1, 10, dtype=torch.bfloat16).transpose(0, 1)
-    save(tmp_path / "inputs.safetensors", (q, rows, rows[..., :6], view, 0.25))
-    again = load(tmp_path / "inputs.safetensors", {3: CacheView})
+    path = tmp_path / "paged_attention-1-0.safetensors"
+    save(path, (q, rows, rows[..., :6], view, 0.25))
+    again = load(path)
     assert again[0].equal(q) and again[0].stride() == q.stride()
     assert again[1].equal(rows) and again[2].equal(rows[..., :6])
     assert again[2].data_ptr() == again[1].data_ptr() and again[2].stride() == rows.stride()
@@ -133,6 +135,20 @@ def test_saved_inputs_are_restored_exactly(tmp_path):
         ours = tuple(ours) if field.name == "runs" else ours
         assert ours.equal(theirs) if isinstance(ours, torch.Tensor) else ours == theirs, field.name
     assert again[4] == 0.25
-    out, lse = paged.replay(tmp_path / "inputs.safetensors", "reference")
+    out, lse = replay(path, "reference")
     expected = paged.paged_attention(q, rows, rows[..., :6], view, 0.25, "reference")
     check("replay", (q,), (out, lse), expected)
+
+
+def test_ops_are_the_only_door_to_the_kernels():
+    """Outside ops/ nothing calls a compiled or a Triton kernel."""
+    package = Path(runtime.__file__).parent
+    call = re.compile(r"\bkernels?\(\)|\bkernel\(\"|torch\.ops\.mlaforge|from mlaforge\.ops\.native import .*kernel")
+    callers = [path for path in package.rglob("*.py") if call.search(path.read_text(encoding="utf-8"))]
+    assert {path.parent.name for path in callers} == {"ops"}
+
+
+def test_modules_are_those_of_the_ops():
+    for module in set(dispatch.MODULES.values()):
+        importlib.import_module(f"mlaforge.ops.{module}")
+    assert set(dispatch.OPS) == set(dispatch.MODULES)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from mlaforge.ops import mxfp4_experts
+from mlaforge.ops import native
 from mlaforge.ops.mxfp4 import dequantize
 from mlaforge.ops.mxfp4_experts import Mxfp4Experts
 from mlaforge.ops.native import kernels
@@ -148,7 +148,7 @@ def test_without_a_gradient_the_compiled_kernel_runs(monkeypatch):
     packed, oracle = pair(2, 64, 64)
     x, chosen, weights = tokens(3, 64, 2, 1)
     expected = oracle(x, chosen, weights)
-    monkeypatch.setattr(mxfp4_experts, "kernels", lambda: None)
+    monkeypatch.setattr(native, "kernels", lambda: None)
     exact = packed(x, chosen, weights)
     assert apart(exact, expected) < 1e-5
     monkeypatch.undo()

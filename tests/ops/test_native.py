@@ -1,5 +1,7 @@
 """Compiled CPU kernels against torch in fp64, and behaviour if they cannot be compiled."""
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,9 +9,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from mlaforge import runtime
-from mlaforge.ops import mxfp4_experts, native, packed_attention, paged_attention
-from mlaforge.ops.dispatch import OPS
+from mlaforge.ops import native
+from mlaforge.ops.dispatch import MODULES, OPS
 from mlaforge.ops.native import kernels, pack
+from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.row_formats.int8 import Int8
 
 # Half a unit in the last place of bf16's 8 bits.
 ROUNDED = 2**-8
@@ -91,8 +95,10 @@ def test_rope_and_store(compiled, N, heads, kv_heads, head_dim, seed):
     assert bool(rows[others].isnan().all())
 
 
-def test_without_a_compiler_the_reason_is_logged_and_torch_is_used(monkeypatch, capsys):
+def test_without_a_compiler_the_reason_is_logged_and_torch_is_used(monkeypatch, capsys, tmp_path):
     kernels.cache_clear()
+    monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path))
+    monkeypatch.delenv("MLAFORGE_KERNELS", raising=False)
     monkeypatch.setattr(native, "compiler", lambda: None)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     try:
@@ -108,6 +114,7 @@ def test_a_failing_compiler_leaves_nothing_behind(monkeypatch, capsys, tmp_path)
     broken.write_text("#!/bin/sh\necho 'error: out of paper' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MLAFORGE_KERNELS", raising=False)
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     try:
@@ -151,24 +158,21 @@ def test_rejects_unknown_forms(monkeypatch):
         native.form()
 
 
-def test_kernels_for_cpus_name_the_device_of_other_tensors(monkeypatch):
+@pytest.mark.parametrize("name", MODULES)
+def test_kernels_for_cpus_name_the_device_of_other_tensors(name, monkeypatch):
+    importlib.import_module(f"mlaforge.ops.{MODULES[name]}")
     with torch.device("meta"):
-        q, rows = torch.empty(1, 2, 16, dtype=torch.bfloat16), torch.empty(16, 1, 16, dtype=torch.bfloat16)
-        packed = torch.empty(16, 32, dtype=torch.uint8)
-        hidden, chosen, weights = q[:, 0], torch.empty(1, 1, dtype=torch.int64), q[:, :1, 0]
-        experts = (packed, packed, rows, packed, packed, rows, 1.0, 1.0)
-    cases = {
-        "paged_attention": (q, rows, rows, None, 1.0),
-        "packed_attention": (q, packed, None, (), None, 1.0),
-        "mxfp4_experts": (hidden, chosen, weights, *experts),
-    }
-    modules = (paged_attention, packed_attention, mxfp4_experts)
-    # Operations that are registered later need a case here too.
-    assert {module.OP.name for module in modules} == set(cases) == {n for n, op in OPS.items() if "native" in op.names}
+        x, packed = torch.empty(1, 2, 16, dtype=torch.bfloat16), torch.empty(16, 32, dtype=torch.uint8)
+    rows = PagedRows(Int8((16,)), packed, torch.bfloat16)
+    experts = (packed, packed, x, packed, packed, x, 1.0, 1.0)
+    inputs = {
+        "attention_mass": (x, rows, 1, None, 1.0, ()), "mxfp4_experts": (x[:, 0], packed, x, *experts),
+        "pack_blocks": (rows, None, 16), "packed_attention": (x, rows, None, 1.0),
+        "paged_attention": (x, x, x, None, 1.0), "unpack_mxfp4": (packed, packed),
+    }.get(name, (x, None, rows, rows, rows))  # fmt: skip
     monkeypatch.setenv("MLAFORGE_OPS", "native")
-    for name, inputs in cases.items():
-        message = f"^{name}: native cannot run here: it needs CPU tensors, the inputs are on meta$"
-        with pytest.raises(runtime.UserError, match=message):
-            OPS[name].choose(*inputs, implementation="native")
-        with pytest.raises(runtime.UserError, match=message):
-            OPS[name](*inputs)
+    message = f"^{name}: native cannot run here: it needs CPU tensors, the inputs are on meta$"
+    with pytest.raises(runtime.UserError, match=message):
+        OPS[name].choose(*inputs, implementation="native")
+    with pytest.raises(runtime.UserError, match=message):
+        OPS[name](*inputs)

@@ -8,10 +8,13 @@ from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.cache.view import make_views
 from mlaforge.ops import packed_attention as op
 from mlaforge.ops.check import TOLERANCES
+from mlaforge.ops.dispatch import replay
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_attention import paged_attention
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Int4, Int8, Plain
+from mlaforge.ops.row_formats.int4 import Int4
+from mlaforge.ops.row_formats.int8 import Int8
+from mlaforge.ops.row_formats.plain import Plain
 
 CPU = torch.device("cpu")
 H, G, D, SIZE, BLOCKS = 4, 2, 8, 32, 12
@@ -51,7 +54,7 @@ def problem(form, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", [Int8((D,) * 2 * G), Int4(G, D), Plain(2 * G * D, torch.float8_e4m3fn)], ids=str)
+@pytest.mark.parametrize("form", [Int8((D,) * 2 * G), Int4(G, D), Plain(2 * G * D, "float8_e4m3fn")], ids=str)
 def test_packed_attention_equals_attention_over_decoded_rows(form, dtype):
     q, rows, view, numbers = problem(form, dtype)
     expected = paged_attention(q, *numbers.view(-1, 2, G, D).unbind(1), view, 0.3)
@@ -77,4 +80,4 @@ def test_a_mismatch_is_saved_for_replay(monkeypatch, tmp_path):
     (path,) = (tmp_path / "mismatches").iterdir()
     monkeypatch.setenv("MLAFORGE_OPS", "")
     for name in (None, "native"):
-        assert torch.equal(op.replay(path, name)[0], expected[0])
+        assert torch.equal(replay(path, name)[0], expected[0])

@@ -1,5 +1,5 @@
 """Compiled kernels on packed rows, bitwise: attention equals attention over a bf16 cache of the decoded rows, and
-written bytes equal those of ops/row_format.py. Grouped-query rows that are all int8 are multiplied as integers:
+written bytes equal those of ops/row_formats/. Grouped-query rows that are all int8 are multiplied as integers:
 compared with fp64 within the rounding of queries and weights to 16 bits. Unwritten rows are NaN in both caches."""
 
 import itertools
@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlaforge.ops.row_format import Coded, Int4, Int8
+from mlaforge.ops.row_formats.coded import Coded
+from mlaforge.ops.row_formats.int4 import Int4
+from mlaforge.ops.row_formats.int8 import Int8
 from support.packed_caches import CPU, Cache, latent_format, latent_layer, make_cache
 
 
@@ -274,5 +276,5 @@ def test_rejects_rows_of_another_size(compiled):
     x, turn, slots = torch.zeros(1, 384).bfloat16(), torch.ones(1, 1, 32, dtype=torch.complex64), torch.zeros(1).long()
     rows = torch.zeros(4, 300, dtype=torch.uint8)
     for format in ([1, *(64,) * 6], [2, 3, 64], [2, 3], [9]):
-        with pytest.raises(RuntimeError, match=r"int8 has 396 bytes|int4 have 7296 bytes|are not supported"):
+        with pytest.raises(RuntimeError, match=r"have 396 bytes|have 7296 bytes|are not supported"):
             compiled.rope_and_store(x, turn, rows, None, format, slots, 3, 64)

@@ -7,31 +7,12 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from mlaforge.ops.native import kernels
-from mlaforge.ops.rounded_weights import packed4, packed8
+from mlaforge.ops.rounded_weights import packed4, packed8, unpacked4, unpacked8
 
 PACKED = {"linear_int8": packed8, "linear_int4": packed4}
 
 
-def whole8(packed):
-    """Decode the layout of packed8: int64 [16 B, K]."""
-    B, quads = packed.shape[:2]
-    return packed.transpose(1, 2).reshape(B * 16, quads * 4).long() - 128
-
-
-def whole4(packed):
-    """Decode the layout of linear_int4.h: int64 [16 B, K]."""
-    B, steps = packed.shape[:2]
-    pairs = packed[..., :64].view(B, steps, 2, 16, 2).long()
-    step, zero = (part.permute(0, 3, 1, 2).reshape(B * 16, steps * 2, 1) for part in pairs.unbind(-1))
-    low, high = packed[..., 64:].view(B, steps, 8, 16, 2, 2).long().unbind(-1)
-    # Inputs 0 to 7 of a vector: two lines of four, a pair of bytes in each half.
-    of_line = [[high >> 4, low >> 4], [high & 15, low & 15]]
-    codes = torch.stack([torch.stack(halves, dim=-1).flatten(-2) for halves in of_line], dim=3)
-    codes = codes.permute(0, 4, 1, 2, 3, 5).reshape(B * 16, steps * 2, 32)
-    return ((codes * step >> 4) + zero).view(B * 16, -1) - 128
-
-
-WHOLE = {"linear_int8": whole8, "linear_int4": whole4}
+UNPACKED = {"linear_int8": unpacked8, "linear_int4": unpacked4}
 
 
 @pytest.mark.parametrize(("M", "K"), [(1, 1), (16, 64), (33, 100), (100, 250)])
@@ -39,7 +20,7 @@ def test_eight_bits_round_to_nearest(M, K):
     weight = torch.randn(M, K, generator=torch.Generator().manual_seed(0))
     weight[0] = 0
     packed, scale = packed8(weight)
-    values = whole8(packed) * scale[:, None]
+    values = unpacked8(packed) * scale[:, None]
     assert packed.dtype == torch.uint8 and values.shape == (M + -M % 16, K + -K % 64)
     assert bool((values[:, K:] == 0).all() and (values[M:] == 0).all())
     expected = weight.abs().amax(1, keepdim=True) / 254
@@ -53,7 +34,7 @@ def test_four_bits_span_each_group(M, K, bias):
     torch.manual_seed(0)
     weight = torch.randn(M, K) + bias
     packed, scale = packed4(weight)
-    values = (whole4(packed) * scale[:, None])[:M, :K]
+    values = (unpacked4(packed) * scale[:, None])[:M, :K]
     groups = F.pad(weight, (0, -K % 64)).view(M, -1, 32)
     least, step = groups.amin(-1, keepdim=True), (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
     free = (torch.round((groups - least) / step.clamp_min(1e-9)) * step + least).view(M, -1)[:, :K]
@@ -67,7 +48,7 @@ def test_four_bit_weights_are_exact():
     codes[..., 0], codes[..., 1] = 0, 15
     weight = (codes * step + least).view(32, 256)
     packed, scale = packed4(weight)
-    error = (whole4(packed) * scale[:, None] - weight) / scale[:, None]
+    error = (unpacked4(packed) * scale[:, None] - weight) / scale[:, None]
     # A byte is a step of 1: the error of rounding a zero and truncating a product.
     assert float(error.square().mean().sqrt()) < 0.6 and float(error.abs().max()) < 2
 
@@ -93,7 +74,10 @@ def test_products_match_integer_arithmetic(compiled, name, N, M, K, with_bias, w
     product = getattr(compiled, name)
     actual = product(x, packed, scale, M, bias if with_bias else None, plus if with_plus else None)
     whole, x_scale = bytes_of(x)
-    sums = F.pad(whole, (0, packed.shape[1] * (64 if name == "linear_int4" else 4) - K)) @ WHOLE[name](packed)[:M].T
+    sums = (
+        F.pad(whole, (0, packed.shape[1] * (64 if name == "linear_int4" else 4) - K))
+        @ UNPACKED[name](packed)[:M].T.long()
+    )
     expected = sums.double() * x_scale.double() * scale[:M].double()
     size = expected.abs()
     for extra in (bias if with_bias else None, plus if with_plus else None):
@@ -113,7 +97,7 @@ def test_the_largest_sums_fit(compiled, name, K):
     packed, scale = PACKED[name](weight)
     actual = getattr(compiled, name)(x, packed, scale, 16, None, None, True)
     whole, x_scale = bytes_of(x)
-    sums = F.pad(whole, (0, -K % 64)).double() @ WHOLE[name](packed).T.double()
+    sums = F.pad(whole, (0, -K % 64)).double() @ UNPACKED[name](packed).T.double()
     torch.testing.assert_close(actual.double(), sums * x_scale.double() * scale.double(), rtol=1e-6, atol=0)
 
 

@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlaforge.engine.cache.view import select_view
+from mlaforge.engine.execution.indexer import Selections
 from mlaforge.modeling import token_index_mla
 from mlaforge.modeling.token_index_mla import PairsIndex
-from mlaforge.ops import token_selection
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.paged_attention import paged_attention
-from mlaforge.ops.token_selection import TokenIndex, empty_keys, keys_at, narrowed
+from mlaforge.ops.token_selection import TokenIndex, empty_keys, keys_at
 from mlaforge.runtime import UserError
 from support.paged_steps import DEVICE, SHAPES, make_step, needs_triton
 
@@ -78,10 +79,8 @@ def test_kernels_select_as_the_reference(compiled, case):
     q = torch.randn(N, H * 12 + 5, generator=generator).bfloat16()
     turn = turns(torch.arange(N))
     counts = tuple(min(topk, length) for length in lengths)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_selection, "kernels", lambda: compiled)
-        actual = token_index.choose(keys, q, turn, view, counts)
-    expected = token_index._reference(keys, q, turn, view, counts)
+    actual = token_index.choose(keys, q, turn, view, counts, implementation="native")
+    expected = token_index.choose(keys, q, turn, view, counts, implementation="reference")
     for s, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         places = actual[1][s, :count].tolist()
         assert places == sorted(set(places)) and places[-1] == length - 1
@@ -122,8 +121,8 @@ def test_triton_selects_as_the_reference(case):
     q, turn = torch.randn(N, H * 12 + 5, generator=generator).to(DEVICE), turns(torch.arange(N)).to(DEVICE)
     # The first sequence reads all of its tokens, like a prompt in a mixed step.
     counts = (lengths[0], *(min(topk, length) for length in lengths[1:]))
-    actual = token_index._triton(keys, q, turn, view, counts, 16)
-    expected = token_index._reference(keys, q, turn, view, counts, 16)
+    actual = token_index.choose(keys, q, turn, view, counts, 16, "triton")
+    expected = token_index.choose(keys, q, turn, view, counts, 16, "reference")
     assert actual[0].shape == expected[0].shape and actual[0].dtype == torch.int32
     for s, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         places = actual[1][s, :count].tolist()
@@ -147,10 +146,10 @@ def test_triton_rejects_unsupported_inputs(monkeypatch):
     token_index, keys = index(2, 8, 12, 20), empty_keys(slots, 8, torch.device("cpu"))
     q, turn = torch.randn(1, 24), turns(torch.arange(1))
     with pytest.raises(UserError, match="index keys are torch.float32, not int8" if DEVICE == "cpu" else "on cpu"):
-        token_index._triton(keys.float(), q, turn, view, (10,), 1)
+        token_index.choose(keys.float(), q, turn, view, (10,), 1, "triton")
     monkeypatch.setattr(token_selection_triton, "INTERPRETED", False)
     with pytest.raises(UserError, match=r"it needs CUDA tensors, .* on cpu"):
-        token_index._triton(keys, q, turn, view, (10,), 1)
+        token_index.choose(keys, q, turn, view, (10,), 1, "triton")
 
 
 @pytest.mark.gpu
@@ -164,7 +163,7 @@ def test_triton_attends_to_a_selection(shape):
     positions = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True).int().to(DEVICE)
     slots = view.block_table_SB.long().gather(1, positions.long() // view.block_size) * view.block_size
     slots = (slots + positions % view.block_size).int()
-    some = narrowed(view, slots, positions, tuple(map(len, chosen)), False)
+    some = select_view(view, slots, positions, tuple(map(len, chosen)), False)
     actual, expected = (paged_attention(q, k, v, some, scale, implementation=name) for name in ("triton", "reference"))
     whole = paged_attention(q, k, v, view, scale, implementation="reference")
     for a, b in zip(actual, expected, strict=True):
@@ -181,11 +180,9 @@ def test_kernels_write_as_the_reference(compiled, pre_rotated, coded):
     features_and_q = (3 * torch.randn(45, 50)).bfloat16()
     features_and_q[3, 35] = torch.nan
     planes = []
-    for native in (compiled, None):
+    for implementation in ("native", "reference"):
         keys = empty_keys(slots, 16, torch.device("cpu"))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(token_selection, "kernels", lambda native=native: native)
-            token_index.write(keys, features_and_q[:, 30:], turns(torch.arange(45)), view.slots_N)
+        token_index.write(keys, features_and_q[:, 30:], turns(torch.arange(45)), view.slots_N, implementation)
         planes.append(keys_at(keys, view.slots_N).int())
     assert (planes[0] - planes[1]).abs().max() <= 1 and (planes[0] == planes[1]).float().mean() > 0.99
     assert planes[0].abs().float().mean() > 5
@@ -220,13 +217,13 @@ def test_the_reference_matches_the_model():
     assert positions[0].tolist() == expected.tolist()
 
 
-def test_a_view_is_narrowed():
+def test_a_view_of_selected_tokens():
     view, _ = make_view([50, 20, 90], [1, 1, 2])
-    assert view.selected_counts(100, 8) is None and view.selected_counts(30, 8) == (30, 20, 30)
+    assert Selections().counts(view, 100, 8) is None and Selections().counts(view, 30, 8) == (30, 20, 30)
     # More query tokens than are always read: none could be left out.
-    assert view.selected_counts(30, 1) == (30, 20, 90)
+    assert Selections().counts(view, 30, 1) == (30, 20, 90)
     slots = torch.arange(96, dtype=torch.int32).view(3, 32)
-    some = narrowed(view, slots, slots, (30, 20, 30), True)
+    some = select_view(view, slots, slots, (30, 20, 30), True)
     assert some.first_S.tolist() == [0, 32, 64] and some.seq_lens_S.tolist() == [30, 52, 94]
-    assert narrowed(view, slots, slots, (30, 20, 30), False).seq_lens_S.tolist() == [30, 20, 30]
+    assert select_view(view, slots, slots, (30, 20, 30), False).seq_lens_S.tolist() == [30, 20, 30]
     assert some.block_size == 1 and some.runs == () and torch.equal(some.slots_N, view.slots_N)

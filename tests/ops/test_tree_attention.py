@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.speculation.drafter import ancestry
-from mlaforge.ops.row_format import Int8, RowFormat
+from mlaforge.ops.row_formats.format import RowFormat
+from mlaforge.ops.row_formats.int8 import Int8
 from support.packed_caches import Cache, latent_format, latent_layer, make_cache
 
 # Rows of text before a tree of up to 24: none, some, and such that a chunk of 256 ends before, at or in the tree.

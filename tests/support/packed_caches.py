@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from mlaforge.ops.native import pack
-from mlaforge.ops.row_format import Coded, Int8, RowFormat
+from mlaforge.ops.row_formats.coded import Coded
+from mlaforge.ops.row_formats.format import RowFormat
+from mlaforge.ops.row_formats.int8 import Int8
 
 CPU = torch.device("cpu")
 POSITIONS = 1000  # whose angles a layer has

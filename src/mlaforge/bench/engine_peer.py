@@ -18,7 +18,7 @@ from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import Drafter
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.engine.speculation.sparse_view import SparseViewConfig, sparse_view_format
-from mlaforge.ops.native import kernels
+from mlaforge.ops import native
 from mlaforge.runtime import UserError, resolve_device
 
 # Replay passes until the replayed text must be stable: in bf16 verification may differ from plain decoding at a tie.
@@ -87,7 +87,7 @@ class EnginePeer:
             return "all layers have a window"
         if context < self.view.min_length:
             return f"a view needs at least {self.view.min_length:,} tokens"
-        if model.device.type == "cpu" and (model.dtype != torch.bfloat16 or kernels() is None):
+        if model.device.type == "cpu" and (model.dtype != torch.bfloat16 or not native.is_available()):
             return f"this machine has no kernel that reads a part of the cache in {self.dtype}"
         return None
 

@@ -34,7 +34,7 @@ from mlaforge.engine.speculation.sparse_view import LEAST_PROVISIONAL
 from mlaforge.engine.speculation.speculation import Proposal
 from mlaforge.ops import native
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.dispatch import OPS, Op
+from mlaforge.ops.dispatch import Op, hooked
 from mlaforge.runtime import ops_choice
 
 NOT_COMPILED = "it is not compiled"
@@ -142,9 +142,7 @@ class Audit:
             if (graphs := runner.graphs) is not None:
                 capture, graphs.capture = graphs.capture, uncounted_capture
                 cleanup.callback(setattr, graphs, "capture", capture)
-            for op in OPS.values():
-                op.hook = self._count_calls(op)
-                cleanup.callback(setattr, op, "hook", None)
+            cleanup.enter_context(hooked(self._count_call))
             engine.runner = run  # type: ignore[assignment]
             cleanup.callback(setattr, engine, "runner", runner)
             replacements = (
@@ -156,13 +154,10 @@ class Audit:
             cleanup.enter_context(self.hook.synchronisation())
             yield
 
-    def _count_calls(self, op: Op) -> Callable[[str, Sequence[Any]], None]:
-        def count(name: str, inputs: Sequence[Any]) -> None:
-            self.calls[f"{op.name} by {name}"] += 1
-            if (reason := untuned(op, name, inputs)) is not None:
-                self.untuned[f"{op.name} by {name}: {reason}"] += 1
-
-        return count
+    def _count_call(self, op: Op, name: str, inputs: Sequence[Any]) -> None:
+        self.calls[f"{op.name} by {name}"] += 1
+        if (reason := untuned(op, name, inputs)) is not None:
+            self.untuned[f"{op.name} by {name}: {reason}"] += 1
 
     def _count_drafts(self, propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
         def counted_propose(decision: Decision, chunks: list[tuple[Any, int]]) -> Proposal:

@@ -18,7 +18,7 @@ import typer
 from mlaforge import config as configuration
 from mlaforge.bench.config import BenchConfig
 from mlaforge.calibration.config import CalibrateConfig
-from mlaforge.cli import answers, draft
+from mlaforge.cli import answers, draft, machine
 from mlaforge.cli import verb as verbs
 from mlaforge.cli.piped import text_or_input
 from mlaforge.cli.verb import Json, Model, Out, Overwrite, exit_by_verdict, group, quiet
@@ -411,12 +411,8 @@ def verify_gpu(
         raise typer.Exit(1)
 
 
-@verb()
-def env() -> None:
-    """Print versions and devices, as recorded in every manifest."""
-    from mlaforge.runtime import environment
-
-    print(json.dumps(environment(), indent=1))
+verb()(machine.build_kernels)
+verb()(machine.env)
 
 
 def conversion_table(manifests: list[Any]) -> str:

@@ -28,13 +28,13 @@ from mlaforge.conversion.writer import write_checkpoint
 from mlaforge.data import corpus, overlap
 from mlaforge.factorization.moments import collect
 from mlaforge.families.spec import ModelSpec
+from mlaforge.ops.row_formats.plain import dtype_name, plain_name
 from mlaforge.planning import plan_file
 from mlaforge.planning.code_plan import coded_shape
 from mlaforge.planning.plan import (
     CONTEXTS,
     Plan,
     make_plan,
-    plain,
     resolve_bits_or_budget,
     unconverted,
     window_choices,
@@ -261,7 +261,7 @@ def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
     """Return the cache size per token before and after conversion, over all layers, and the remaining share of GQA's
     cache."""
     before = sum(layer.cached for layer in plan.spec.layers)
-    stored = dataclasses.replace(plan, stored="coded" if plan.stored == "coded" else plain(dtype.itemsize))
+    stored = dataclasses.replace(plan, stored="coded" if plan.stored == "coded" else plain_name(dtype_name(dtype)))
     return {
         "gqa_per_token": before,
         "mla_per_token": plan.cached_per_token,

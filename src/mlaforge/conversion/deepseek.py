@@ -25,6 +25,7 @@ from mlaforge.checkpoint.writer import rewriting
 from mlaforge.conversion.config import ExportConfig
 from mlaforge.data import overlap
 from mlaforge.families.spec import ModelSpec
+from mlaforge.ops.row_formats.plain import Plain, dtype_name
 from mlaforge.runtime import UserError, log, progress, resolve_dtype, timed
 
 # Epsilon of the norms on latents: a constant in transformers and in DeepSeek's code, rms_norm_eps in vLLM.
@@ -82,10 +83,10 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
                 assert not export.shapes, f"{sorted(export.shapes)[0]} was not written"
             if (passages := source.path / overlap.PASSAGES).is_file():
                 shutil.copyfile(passages, partial / overlap.PASSAGES)
-            row = spec.num_layers * (rank + raw["qk_rope_head_dim"])
+            row = Plain(spec.num_layers * (rank + raw["qk_rope_head_dim"]), dtype_name(dtype))
             manifest.metrics = {
                 "model": {key: export.settings[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "attention_bias")},
-                "cache": {"per_token": row, "bytes_per_token": row * dtype.itemsize},
+                "cache": {"per_token": row.width, "bytes_per_token": row.bytes(1)},
             }
     return manifest
 

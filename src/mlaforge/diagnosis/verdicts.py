@@ -16,7 +16,8 @@ import torch
 from mlaforge.diagnosis.attention_stats import RECENT
 from mlaforge.diagnosis.held_out import Loss
 from mlaforge.diagnosis.routing import DEAD_LOAD, HOT_LOAD
-from mlaforge.planning.plan import Plan, plain, unconverted
+from mlaforge.ops.row_formats.plain import dtype_name, plain_name
+from mlaforge.planning.plan import Plan, unconverted
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 
@@ -164,7 +165,7 @@ def geometry(layers: list[dict[str, Any]]) -> dict[str, Any]:
 def cache(layers: list[dict[str, Any]], tokens: int, suggested: Plan, dtype: torch.dtype) -> dict[str, Any]:
     """Bytes allocated for the cache of one window, compared with the formula."""
     before, after = (sum(layer["cache_bytes"][side] for layer in layers) for side in ("gqa", "plan"))
-    stored = plain(dtype.itemsize)
+    stored = plain_name(dtype_name(dtype))
     plans = unconverted(suggested.spec, stored), dataclasses.replace(suggested, stored=stored)
     formula = [plan.cache_bytes(tokens) for plan in plans]
     return {

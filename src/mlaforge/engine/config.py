@@ -6,14 +6,15 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from mlaforge.config import DTYPES, Options, option
+from mlaforge.ops.row_formats import format_names
 
 if TYPE_CHECKING:
     import torch
 
 # Formats of weights.
 ENGINE_DTYPES = (*DTYPES, "int8", "int4")
-# Formats of cached rows: names of ops/row_format.py.
-CACHE_DTYPES = ("auto", "bf16", "fp8", "int8", "int4", "coded")
+# Formats of cached rows.
+CACHE_DTYPES = ("auto", *format_names())
 # Whether a sparse view of the cache verifies drafted tokens first.
 SPECPV = ("off", "lossless", "lossy")
 # max_num_batched_tokens and cache_fraction by the device's type. A CPU shares its memory with other programs, and

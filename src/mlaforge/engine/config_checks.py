@@ -9,7 +9,7 @@ import torch
 from mlaforge.engine.config import EngineConfig
 from mlaforge.ops import native
 from mlaforge.ops.gpu_properties import gpu_properties
-from mlaforge.ops.row_format import INT4_TOKENS
+from mlaforge.ops.row_formats import row_format_type
 from mlaforge.runtime import UserError
 
 
@@ -27,13 +27,14 @@ def check_config(config: EngineConfig, device: torch.device) -> EngineConfig:
     if config.deterministic and config.kv_cache_dtype == "fp8":
         raise UserError("deterministic: no compiled CPU kernel reads kv_cache_dtype fp8; use int8 or bf16")
     tree, cache_dtype, size = config.speculative_tree_tokens, config.kv_cache_dtype, config.block_size
-    if cache_dtype == "int4" and size not in (None, INT4_TOKENS):
+    unit = 1 if cache_dtype == "auto" else row_format_type(cache_dtype).tokens
+    if unit > 1 and size not in (None, unit):
         raise UserError(
-            f"block_size = {size} must be {INT4_TOKENS}, the tokens that kv_cache_dtype int4 packs together"
+            f"block_size = {size} must be {unit}, the tokens that kv_cache_dtype {cache_dtype} packs together"
         )
-    if cache_dtype == "int4" and tree:
+    if unit > 1 and tree:
         raise UserError(
-            "kv_cache_dtype int4 packs one text's tokens together; speculative_tree_tokens must be 0, a chain"
+            f"kv_cache_dtype {cache_dtype} packs one text's tokens together; speculative_tree_tokens must be 0, a chain"
         )
     if tree and tree < config.max_draft_tokens:
         raise UserError(
@@ -44,24 +45,28 @@ def check_config(config: EngineConfig, device: torch.device) -> EngineConfig:
         raise UserError(f"speculative = {config.speculative!r} drafts no trees; speculative_tree_tokens needs a head")
     if config.specpv != "off" and config.speculative == "none":
         raise UserError(f"specpv = {config.specpv} verifies drafted tokens; speculative must be ngram or a head")
-    if config.specpv != "off" and cache_dtype == "int4":
+    if config.specpv != "off" and unit > 1:
         raise UserError(
-            f"specpv = {config.specpv} reads tokens one by one, and kv_cache_dtype int4 packs several; use int8"
+            f"specpv = {config.specpv} reads tokens one by one, and kv_cache_dtype {cache_dtype} packs several; "
+            "use int8"
         )
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise UserError(
             f"max_num_batched_tokens = {config.max_num_batched_tokens} must be at least max_num_seqs = "
             f"{config.max_num_seqs}: every running sequence takes one"
         )
-    return dataclasses.replace(config, block_size=size or (INT4_TOKENS if cache_dtype == "int4" else 16))
+    return dataclasses.replace(config, block_size=size or (unit if unit > 1 else 16))
 
 
 def _check_cache_dtype(cache_dtype: str, device: torch.device) -> None:
     """Raise UserError where the kernels of a GPU cannot read rows of this format."""
-    if device.type != "cuda" or cache_dtype not in ("fp8", "int8", "int4"):
+    if device.type != "cuda" or cache_dtype == "auto":
+        return
+    readable = "cuda" in row_format_type(cache_dtype).devices
+    if readable and cache_dtype != "fp8":
         return
     reason = gpu_properties(device).why_no_fp8()
-    if cache_dtype != "fp8":
+    if not readable:
         raise UserError(f"kv_cache_dtype {cache_dtype} is for CPUs; use {'bf16' if reason else 'fp8'} on this GPU")
     if reason:
         raise UserError(f"kv_cache_dtype fp8: {reason}; use bf16")
@@ -71,5 +76,5 @@ def check_deterministic(format: str) -> None:
     """Raise UserError where torch multiplies weights of this format, because its sums depend on the number of rows."""
     if format in ("float32", "float16"):
         raise UserError(f"deterministic: no compiled kernel multiplies {format}; use dtype bfloat16, int8 or int4")
-    if native.kernels() is None:
+    if not native.is_available():
         raise UserError(f"deterministic needs the compiled CPU kernels: {native.why_not() or 'the compiler failed'}")

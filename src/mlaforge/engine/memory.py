@@ -23,7 +23,7 @@ from mlaforge.engine.execution.weight_bytes import weight_bytes
 from mlaforge.engine.speculation.eagle3 import head_cache, head_format
 from mlaforge.engine.speculation.sparse_view import sparse_view_format
 from mlaforge.modeling.eagle3 import Eagle3Head
-from mlaforge.ops.native import kernels
+from mlaforge.ops import native
 
 # Formats with less memory, the one with the least loss of quality first.
 SMALLER_FORMATS = {"cpu": ("bfloat16", "int8", "int4"), "cuda": ("bfloat16",)}
@@ -39,7 +39,7 @@ def cache_layout(
     """
     block_size, fraction, max_step = config.block_size, config.cache_fraction, config.max_num_batched_tokens
     assert block_size is not None and fraction is not None and max_step is not None
-    cache_keys = model.device.type == "cpu" and model.dtype == torch.bfloat16 and kernels() is not None
+    cache_keys = model.device.type == "cpu" and model.dtype == torch.bfloat16 and native.is_available()
     layers, windows = layer_caches(model.spec, model.config, model.dtype, config.kv_cache_dtype, cache_keys)
     if head is not None:
         layers.append(head_cache(head.config, len(windows), model.dtype))

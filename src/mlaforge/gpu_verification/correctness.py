@@ -233,8 +233,8 @@ def selection(context: Context, length: int) -> Outcome:
     q = torch.randn(S, H * 16, generator=generator).to(device)
     turn = torch.polar(torch.ones(S, 1, 6), torch.randn(S, 1, 6, generator=generator)).to(device)
     counts = tuple(min(topk, cached) for cached in lengths)
-    selected, repeated = (index._triton(keys, q, turn, view, counts, 1)[1] for _ in range(2))
-    reference = index._reference(keys, q, turn, view, counts)[1]
+    selected, repeated = (index.choose(keys, q, turn, view, counts, implementation="triton")[1] for _ in range(2))
+    reference = index.choose(keys, q, turn, view, counts, implementation="reference")[1]
     if not torch.equal(selected, repeated):
         raise WrongResult("two runs of the same inputs differ")
     differing = sum(

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from mlaforge.bench import kernels
 from mlaforge.checkpoint.eagle3 import buffers, write_head
+from mlaforge.engine.cache.view import select_view
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.speculation.drafter import Draft
 from mlaforge.families.spec import capture_boundaries
@@ -23,7 +24,7 @@ from mlaforge.gpu_verification.case import Case, Outcome, Prediction, Unsupporte
 from mlaforge.gpu_verification.context import Context
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.ops import paged_attention_triton as attention
-from mlaforge.ops.token_selection import TokenIndex, empty_keys, narrowed
+from mlaforge.ops.token_selection import TokenIndex, empty_keys
 from mlaforge.planning.costs import Cost
 
 LAYERS, CONTEXT, TWIN_CONTEXT = 4, 8192, 96
@@ -182,8 +183,8 @@ def selection_inputs(context: Context, length: int) -> tuple[Callable[[], Any], 
 
     def choose() -> tuple[Tensor, Tensor]:
         if context.twin:
-            return index._triton(keys, q.flatten(1), turn, view, counts, 1)
+            return index.choose(keys, q.flatten(1), turn, view, counts, implementation="triton")
         return index.choose(keys, q.flatten(1), turn, view, counts)
 
-    selected = narrowed(view, *choose(), counts, False)
+    selected = select_view(view, *choose(), counts, False)
     return choose, lambda: attention.attend(q, k, v, selected, scale)

@@ -10,14 +10,17 @@ a sequence, W elements of a cached row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mlaforge import runtime
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.native import kernels
-from mlaforge.ops.paged_rows import PagedRows, native_reads, native_rows
+from mlaforge.ops.dispatch import Op
+from mlaforge.ops.host_view import host_view
+from mlaforge.ops.native import kernel, supports_bfloat16
+from mlaforge.ops.packed_attention import packed_attention
+from mlaforge.ops.paged_rows import PagedRows, native_rows, native_supports
 
 
 def last_query_row(view: CacheView, sequence: int) -> int:
@@ -30,39 +33,78 @@ def probe_attention_mass(
 ) -> list[Tensor]:
     """Return the attention mass [L], fp32, of the last query token of each of `sequences`. The view must have no
     window, and a cached row must begin with its keys."""
-    lengths = [view.lengths[s] for s in sequences]
-    last = [last_query_row(view, s) for s in sequences]
-    native = kernels() if native_reads(rows) else None
-    if native is not None:
-        table, seq_lens = view.block_table_SB[list(sequences)], view.seq_lens_S[list(sequences)]
-        mass = native.attention_mass(q_NHD[last], *native_rows(rows), kv_heads, table, seq_lens, view.block_size, scale)
-        return [mass_L[:length] for mass_L, length in zip(mass, lengths, strict=True)]
-    D = q_NHD.shape[2]
-    rows_LW, decoded_view = rows.decode(view)
-    attention_mass = []
-    for s, row in zip(sequences, last, strict=True):
-        k_GDL = decoded_view.sequence(s, rows_LW)[0][0, :, : kv_heads * D].unflatten(1, (kv_heads, D)).permute(1, 2, 0)
-        logits_GJL = (q_NHD[row].view(kv_heads, -1, D).to(k_GDL.dtype) @ k_GDL).float() * scale
-        attention_mass.append(logits_GJL.softmax(-1).sum((0, 1)))
+    attention_mass: list[Tensor] = ATTENTION_MASS(q_NHD, rows, kv_heads, view, scale, sequences)
     return attention_mass
 
 
 def attention_with_mass(
     q_NHD: Tensor, rows: PagedRows, kv_heads: int, view: CacheView, scale: float, sequences: Sequence[int]
-) -> tuple[Tensor, Tensor, list[Tensor]] | None:
-    """Return (out, lse) of ops.paged_attention and the result of `probe_attention_mass`, from one pass over rows
-    [keys, values]. Return None if no fused kernel supports the inputs, or if $MLAFORGE_OPS selects an implementation.
-    The view must have no window."""
-    native = kernels() if native_reads(rows) and q_NHD.dtype == torch.bfloat16 else None
-    if native is None or runtime.ops_choice():
-        return None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return (out, lse) of ops.packed_attention and the result of `probe_attention_mass`, of rows [keys, values]. The
+    compiled kernel needs one pass over the keys for both. The view must have no window."""
+    out, lse, attention_mass = ATTENTION_WITH_MASS(q_NHD, rows, kv_heads, view, scale, sequences)
+    return out, lse, attention_mass
+
+
+def reference(
+    q_NHD: Tensor, rows: PagedRows, kv_heads: int, view: CacheView, scale: float, sequences: Sequence[int]
+) -> list[Tensor]:
+    """Multiply with all decoded keys in fp32, sequence by sequence."""
+    D = q_NHD.shape[2]
+    rows_LW, decoded_view = rows.decode(view)
+    attention_mass = []
+    for s in sequences:
+        k_LW = host_view(decoded_view).sequence(s, rows_LW)[0][0, :, : kv_heads * D]
+        k_GDL = k_LW.unflatten(1, (kv_heads, D)).permute(1, 2, 0)
+        q_GJD = q_NHD[last_query_row(view, s)].view(kv_heads, -1, D)
+        logits_GJL = q_GJD.float() @ k_GDL.float() * scale
+        attention_mass.append(logits_GJL.softmax(-1).sum((0, 1)))
+    return attention_mass
+
+
+def _native(
+    q_NHD: Tensor, rows: PagedRows, kv_heads: int, view: CacheView, scale: float, sequences: Sequence[int]
+) -> list[Tensor]:
+    last, s = [last_query_row(view, sequence) for sequence in sequences], list(sequences)
+    mass = kernel("attention_mass")(
+        q_NHD[last], *native_rows(rows), kv_heads, view.block_table_SB[s], view.seq_lens_S[s], view.block_size, scale
+    )
+    return [mass_L[: view.lengths[sequence]] for mass_L, sequence in zip(mass, sequences, strict=True)]
+
+
+def reference_with_attention(
+    q_NHD: Tensor, rows: PagedRows, kv_heads: int, view: CacheView, scale: float, sequences: Sequence[int]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Attend, then compute the attention mass."""
+    out, lse = packed_attention(q_NHD, rows, view, scale)
+    return out, lse, probe_attention_mass(q_NHD, rows, kv_heads, view, scale, sequences)
+
+
+def _native_with_attention(
+    q_NHD: Tensor, rows: PagedRows, kv_heads: int, view: CacheView, scale: float, sequences: Sequence[int]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     D = q_NHD.shape[2]
     table = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size)
-    out, lse, mass = native.decode_with_mass(
+    out, lse, mass = kernel("decode_with_mass")(
         q_NHD, *native_rows(rows), kv_heads, D, kv_heads * D, *table, 0, scale, view.tree_Tn, sequences
     )
-    lengths = [view.lengths[s] for s in sequences]
-    return out, lse, [mass_L[:length] for mass_L, length in zip(mass, lengths, strict=True)]
+    return out, lse, [mass_L[: view.lengths[s]] for mass_L, s in zip(mass, sequences, strict=True)]
+
+
+def _supports_with_attention(q_NHD: Tensor, rows: PagedRows, *others: Any) -> Literal[True] | str:
+    reason = supports_bfloat16(q_NHD)
+    return native_supports(rows) if reason is True else reason
+
+
+def _outputs(inputs: Sequence[Any], outputs: tuple[Tensor, Tensor, list[Tensor]]) -> Sequence[Tensor]:
+    out, lse, attention_mass = outputs
+    return out, lse, *attention_mass
+
+
+ATTENTION_MASS = Op("attention_mass", reference)
+ATTENTION_MASS.register_native(lambda q_NHD, rows, *others: native_supports(rows), _native)
+ATTENTION_WITH_MASS = Op("attention_with_mass", reference_with_attention, observe=_outputs, tolerance=(3e-2, 3e-2))
+ATTENTION_WITH_MASS.register_native(_supports_with_attention, _native_with_attention)
 
 
 def top_tokens(attention_mass: Sequence[Tensor], first: int, last: int, count: int) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,13 @@ def differences(actual: Tensor, expected: Tensor, absolute: float, relative: flo
     return f"{wrong_count} of {excess.numel()} elements differ, worst {at}: {actual[at]:g} instead of {expected[at]:g}"
 
 
-def check(name: str, inputs: Sequence[Any], actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Raise AssertionError if an output differs. The message contains the path of the saved inputs."""
-    tolerances = TOLERANCES[inputs[0].dtype]
+def check(
+    name: str, inputs: Sequence[Any], actual: Sequence[Tensor], expected: Sequence[Tensor],
+    tolerance: tuple[float, float] | None = None,
+) -> None:  # fmt: skip
+    """Raise AssertionError if an output differs. The message contains the path of the saved inputs. `tolerance`:
+    absolute and relative; by the dtype of the first input if None."""
+    tolerances = tolerance or TOLERANCES.get(inputs[0].dtype, TOLERANCES[torch.float32])
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         if line := differences(a, e, *tolerances):
             directory = runtime.cache_home() / "mismatches"
@@ -56,49 +61,58 @@ def check(name: str, inputs: Sequence[Any], actual: Sequence[Tensor], expected: 
             raise AssertionError(f"{name}, output {i}: {line}; inputs saved as {path}")
 
 
-def _leaves(inputs: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield inputs by index, and fields of dataclasses as `index.field`."""
-    for i, value in enumerate(inputs):
-        if dataclasses.is_dataclass(value):
-            yield from ((f"{i}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value))
-        else:
-            yield str(i), value
+def cloned(value: Any) -> Any:
+    """Copy a tensor, or the tensors of a dataclass; anything else is returned as it is."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: cloned(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+        return dataclasses.replace(value, **fields)
+    return value
 
 
 def save(path: Path, inputs: Sequence[Any]) -> None:
-    """Save tensors, numbers and dataclasses of these as one safetensors file. Strides and shared memory are preserved:
-    each storage is saved once, complete."""
+    """Save tensors, dtypes, numbers, sequences and dataclasses of these as one safetensors file. Strides and shared
+    memory are preserved: each storage is saved once, complete."""
     storages: dict[str, Tensor] = {}
-    described: dict[str, Any] = {}
-    for name, value in _leaves(inputs):
+
+    def described(value: Any) -> Any:
         if isinstance(value, Tensor):
             flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
             key = f"{value.untyped_storage().data_ptr()} {value.dtype}"
             storages.setdefault(key, flat)
-            value = {"storage": key, "view": [list(value.shape), list(value.stride()), value.storage_offset()]}
-        described[name] = value
-    # A view's runs are a sequence, but not a list.
-    text = json.dumps(described, default=list)
+            return {"storage": key, "view": [list(value.shape), list(value.stride()), value.storage_offset()]}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if dataclasses.is_dataclass(value):
+            fields = {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            return {"class": f"{type(value).__module__}:{type(value).__qualname__}", "fields": fields}
+        # A view's runs are a sequence, but not a list.
+        return value if value is None or isinstance(value, (bool, int, float, str)) else [described(v) for v in value]
+
+    text = json.dumps([described(value) for value in inputs])
     save_file({key: flat.cpu() for key, flat in storages.items()}, path, {"inputs": text})
 
 
-def _tuples(value: Any) -> Any:
-    """Convert lists to tuples, which JSON does not have."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def load(path: Path, kinds: dict[int, type], device: str = "cpu") -> list[Any]:
-    """Load what `save` wrote; `kinds` maps the index of an input to its dataclass."""
-    values: dict[int, Any] = {}
+def load(path: Path, device: str = "cpu") -> list[Any]:
+    """Load what `save` wrote. Lists become tuples. Only dataclasses of this package are constructed."""
     with safe_open(path, "pt", device=device) as file:
         storages = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
-        for name, value in json.loads(file.metadata()["inputs"]).items():
-            if isinstance(value, dict):
-                value = storages[value["storage"]].as_strided(*value["view"])
-            value = _tuples(value)
-            number, _, field = name.partition(".")
-            if field:
-                values.setdefault(int(number), {})[field] = value
-            else:
-                values[int(number)] = value
-    return [kinds[i](**values[i]) if i in kinds else values[i] for i in sorted(values)]
+        inputs = json.loads(file.metadata()["inputs"])
+
+    def value_of(stored: Any) -> Any:
+        if isinstance(stored, list):
+            return tuple(map(value_of, stored))
+        if not isinstance(stored, dict):
+            return stored
+        if "storage" in stored:
+            return storages[stored["storage"]].as_strided(*stored["view"])
+        if "dtype" in stored:
+            return getattr(torch, stored["dtype"])
+        module, _, name = stored["class"].partition(":")
+        assert module.startswith("mlaforge.ops."), f"{path} names the class {stored['class']}"
+        kind = getattr(importlib.import_module(module), name)
+        assert isinstance(kind, type) and dataclasses.is_dataclass(kind), f"{stored['class']} is no dataclass"
+        return kind(**{name: value_of(field) for name, field in stored["fields"].items()})
+
+    return list(map(value_of, inputs))

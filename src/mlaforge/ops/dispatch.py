@@ -1,24 +1,38 @@
 """Selection of an op's implementation, and the mode that compares it with the reference.
 
 Order: the explicit argument, then $MLAFORGE_OPS, then the first registered implementation that supports the inputs,
-last the reference. MLAFORGE_OPS is a comma-separated list: an implementation's name for every op, `op=name` for one op,
-and `check`, which also runs the reference and compares (it synchronises, so not within a captured graph).
+last the reference. MLAFORGE_OPS is a comma-separated list: an implementation's name for every op that has it, `op=name`
+for one op, and `check`, which also runs the reference and compares (it synchronises, so not within a captured graph).
+
+A call of an op selects by its inputs. `Op.bind` selects once, for layers whose inputs differ only in their number of
+tokens: a decoding step calls an op 300 times, and a selection takes as long as a small kernel. Bound ops follow
+$MLAFORGE_OPS as of the last `refresh`, which the engine calls before every step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+import functools
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
 from mlaforge import runtime
-from mlaforge.ops.check import check
+from mlaforge.ops.check import check, cloned, load
+from mlaforge.ops.native import kernel
 
 Supports = Callable[..., "Literal[True] | str"]
-Run = Callable[..., tuple[Tensor, ...]]
+# A tensor, several, or None for an op that only writes to its inputs.
+Run = Callable[..., Any]
+# From the inputs and the outputs of a call to the tensors that are compared.
+Observe = Callable[[Sequence[Any], Any], Sequence[Tensor]]
+# Called before each run with the op's name, the implementation's name and the inputs.
+Hook = Callable[["Op", str, Sequence[Any]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +42,7 @@ class Implementation:
 
     It is chosen automatically only on devices of `device_type`. If it is skipped there, the reason is logged, unless it
     is `quiet` because it supports only some inputs. `capturable`: its launches depend only on host values, so a CUDA
-    graph can capture it.
+    graph can capture it. `resolve` returns a faster `run` for bound ops, once its inputs are known to be supported.
     """
 
     name: str
@@ -37,18 +51,30 @@ class Implementation:
     device_type: str
     quiet: bool = False
     capturable: bool = False
+    resolve: Callable[[], Run] | None = None
+
+
+def outputs_as_tuple(inputs: Sequence[Any], outputs: Any) -> Sequence[Tensor]:
+    """Compare what the op returns."""
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
 
 class Op:
-    """An operation with a reference and any number of faster implementations, tried in the order of registration."""
+    """An operation with a reference and any number of faster implementations, tried in the order of registration.
 
-    def __init__(self, name: str, reference: Run):
-        self.name = name
-        self.reference = reference
+    mutates    indices of the inputs that the op writes to; they must be tensors or dataclasses of tensors
+    observe    what `check` compares; the outputs by default
+    tolerance  absolute and relative, of `check`; by the dtype of the first input by default
+    """
+
+    def __init__(
+        self, name: str, reference: Run, mutates: Sequence[int] = (), observe: Observe = outputs_as_tuple,
+        tolerance: tuple[float, float] | None = None,
+    ):  # fmt: skip
+        assert name not in OPS and name in MODULES, name
+        self.name, self.reference = name, reference
+        self.mutates, self.observe, self.tolerance = tuple(mutates), observe, tolerance
         self.implementations: dict[str, Implementation] = {}
-        # Called before each run with the implementation's name and its inputs, e.g. to count calls.
-        self.hook: Callable[[str, Sequence[Any]], None] | None = None
-        assert name not in OPS, name
         OPS[name] = self
         self._logged: set[tuple[str, str]] = set()
 
@@ -58,23 +84,36 @@ class Op:
         assert name not in self.names and name != "check", name
         self.implementations[name] = Implementation(name, run, supports, device_type, quiet, capturable)
 
+    def register_native(self, supports: Supports, run: Run | None = None) -> None:
+        """Register the compiled CPU kernel of this name. It is skipped quietly: ops/native.py logs why kernels are not
+        compiled. `run` adapts the inputs, unless the kernel takes them as they are."""
+        resolve = None if run is not None else functools.partial(kernel, self.name)
+        if run is None:
+            run = functools.partial(_call_kernel, self.name)
+        self.implementations["native"] = Implementation("native", run, supports, "cpu", quiet=True, resolve=resolve)
+
     @property
     def names(self) -> list[str]:
         return [*self.implementations, "reference"]
 
-    def __call__(self, *inputs: Any, implementation: str | None = None) -> tuple[Tensor, ...]:
+    def __call__(self, *inputs: Any, implementation: str | None = None) -> Any:
         """Run the selected implementation on `inputs`; the device of the first one decides.
 
-        Raises UserError if the name is unknown or the named implementation does not support the inputs.
+        Raises UserError if the name is unknown or the named implementation does not support the inputs, AssertionError
+        if `check` finds a difference.
         """
         choice, check_mode = self._from_environment()
         name, run = self.choose(*inputs, implementation=implementation or choice)
-        if self.hook is not None:
-            self.hook(name, inputs)
-        outputs = run(*inputs)
-        if check_mode and name != "reference":
-            check(f"{self.name} {name}", inputs, outputs, self.reference(*inputs))
-        return outputs
+        if _state.hook is not None:
+            _state.hook(self, name, inputs)
+        return self._checked(name, run, inputs) if check_mode and name != "reference" else run(*inputs)
+
+    def bind(self, *inputs: Any) -> Bound:
+        """Select the implementation for inputs like these, which are not read: the returned callable takes inputs that
+        differ in the number of tokens."""
+        name, run = self.choose(*inputs)
+        resolve = None if name == "reference" else self.implementations[name].resolve
+        return Bound(self, run if resolve is None else resolve())
 
     def choose(self, *inputs: Any, implementation: str | None = None) -> tuple[str, Run]:
         """Return the name and function that would run on `inputs`. Raises as __call__ does."""
@@ -105,6 +144,16 @@ class Op:
         name, _ = self.choose(*inputs, implementation=choice)
         return not check_mode and name in self.implementations and self.implementations[name].capturable
 
+    def _checked(self, name: str, run: Run, inputs: Sequence[Any]) -> Any:
+        """Run the implementation and the reference, the reference on copies of what the op writes to."""
+        before = [cloned(x) if i in self.mutates else x for i, x in enumerate(inputs)]
+        saved = [cloned(x) if i in self.mutates else x for i, x in enumerate(inputs)]
+        outputs, expected = run(*inputs), self.reference(*before)
+        pair = self.observe(inputs, outputs), self.observe(before, expected)
+        check(f"{self.name} {name}", saved, *pair, self.tolerance)
+        comparisons[self.name, name] += 1
+        return outputs
+
     def _from_environment(self) -> tuple[str | None, bool]:
         """Return the implementation that $MLAFORGE_OPS names for this op, if any, and whether `check` is set."""
         default = override = None
@@ -116,13 +165,86 @@ class Op:
             if word == "check":
                 check_mode = True
             elif not equals:
-                default = word
+                default = self._default(word)
             elif op == self.name:
                 override = name
-            elif find_spec(f"mlaforge.ops.{op}") is None:
-                raise runtime.UserError(f"MLAFORGE_OPS names {op!r}, which is not an op; this op is {self.name}")
+            elif op not in MODULES:
+                raise runtime.UserError(f"MLAFORGE_OPS names {op!r}, which is not an op; ops are {', '.join(MODULES)}")
         return override or default, check_mode
 
+    def _default(self, name: str) -> str | None:
+        """Return the implementation `name`, or None if this op does not have it but another one may."""
+        if name in self.names:
+            return name
+        if name in IMPLEMENTATIONS:
+            return None
+        raise runtime.UserError(
+            f"MLAFORGE_OPS names {name!r}, which is no implementation; they are {', '.join(IMPLEMENTATIONS)}"
+        )
 
-# All ops by name.
+
+def _call_kernel(name: str, *inputs: Any) -> Any:
+    return kernel(name)(*inputs)
+
+
+class Bound:
+    """An op whose implementation was selected for a layer: calls it, unless $MLAFORGE_OPS or a hook intervenes."""
+
+    __slots__ = ("op", "run")
+
+    def __init__(self, op: Op, run: Run):
+        self.op, self.run = op, run
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.run(*inputs) if _state.direct else self.op(*inputs)
+
+
+@dataclasses.dataclass
+class _State:
+    """Whether bound ops call their implementation directly, and the hook."""
+
+    direct: bool = True
+    hook: Hook | None = None
+
+
+_state = _State()
+
+
+def refresh() -> None:
+    """Read $MLAFORGE_OPS for bound ops."""
+    _state.direct = not runtime.ops_choice() and _state.hook is None
+
+
+@contextmanager
+def hooked(hook: Hook) -> Iterator[None]:
+    """Call `hook` before every run of an op, in the whole process."""
+    assert _state.hook is None, "there is a hook already"
+    _state.hook = hook
+    refresh()
+    try:
+        yield
+    finally:
+        _state.hook = None
+        refresh()
+
+
+def replay(path: Path, implementation: str | None = None, device: str = "cpu") -> Any:
+    """Run an op on the inputs of a mismatch that `check` saved; the file's name begins with the op's name."""
+    name = path.name.partition("-")[0]
+    importlib.import_module(f"mlaforge.ops.{MODULES[name]}")
+    return OPS[name](*load(path, device), implementation=implementation)
+
+
+# All ops whose module was imported, by name, and the module in ops/ of every op.
 OPS: dict[str, Op] = {}
+MODULES = {
+    "attention_mass": "attention_mass", "attention_with_mass": "attention_mass", "latent": "latent_attention",
+    "latent_rope": "latent_attention", "linear": "linear", "linear_int4": "linear", "linear_int8": "linear",
+    "mxfp4_experts": "mxfp4_experts", "pack_blocks": "paged_rows", "packed_attention": "packed_attention",
+    "paged_attention": "paged_attention", "rms_norm": "elementwise", "rope_and_store": "rope_and_store",
+    "select_tokens": "token_selection", "silu_mul": "elementwise", "unpack_mxfp4": "mxfp4",
+    "write_index": "token_selection",
+}  # fmt: skip
+IMPLEMENTATIONS = ("native", "runs", "triton", "reference")
+# Comparisons of `check` that found no difference, by op and implementation.
+comparisons: Counter[tuple[str, str]] = Counter()

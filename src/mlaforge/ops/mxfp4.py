@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mlaforge.ops import native
+from mlaforge.ops.dispatch import Op
+from mlaforge.ops.native import supports_device
 
 BLOCK = 32
 # E2M1: one sign bit, two of exponent, one of mantissa; the code of a value is its index.
@@ -39,15 +40,22 @@ def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
         )
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(f"MXFP4 blocks and scales must be uint8, not {blocks.dtype} and {scales.dtype}")
-    if blocks.device.type == "cpu" and (compiled := native.kernels()) is not None:
-        out: Tensor = compiled.unpack_mxfp4(blocks, scales)
-        return out
+    weights: Tensor = OP(blocks, scales)
+    return weights
+
+
+def reference(blocks: Tensor, scales: Tensor) -> Tensor:
+    """As `unpack`, by a table of the pairs of values in a byte."""
     codes = torch.arange(256, device=blocks.device)
     values = torch.tensor(VALUES, device=blocks.device)
     pairs = torch.stack([values[codes & 15], values[codes >> 4]], dim=-1)
     powers = torch.pow(2.0, torch.arange(256, device=blocks.device) - BIAS)
     weights = nn.functional.embedding(blocks.int(), pairs).view(*scales.shape, BLOCK)
     return weights.mul_(powers[scales.int()][..., None]).flatten(-2)
+
+
+OP = Op("unpack_mxfp4", reference)
+OP.register_native(lambda blocks, scales: supports_device(blocks.device))
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mlaforge import runtime
 from mlaforge.ops.dispatch import Op
 from mlaforge.ops.mxfp4 import BLOCK, unpack
-from mlaforge.ops.native import kernels
+from mlaforge.ops.native import kernel, supports_device
 
 # Outputs of an expert that are unpacked at a time: 12 MB with 2880 inputs, which fits the outer cache and which an
 # allocator reuses. A complete expert would take fresh pages from the OS every time, which took six times as long as
@@ -132,16 +132,14 @@ def _triton_supports(
 
 def _native(hidden_NC: Tensor, topk_ids_NK: Tensor, topk_weights_NK: Tensor, *packed: Any) -> tuple[Tensor]:
     # 16-bit integer activations: an error of 1e-4 of the result's norm, where bf16 has 2e-3.
-    return (kernels().mixture_mxfp4(hidden_NC, topk_ids_NK, topk_weights_NK, *packed),)  # type: ignore[union-attr]
+    return (kernel("mixture_mxfp4")(hidden_NC, topk_ids_NK, topk_weights_NK, *packed),)
 
 
 def _native_supports(
     hidden_NC: Tensor, topk_ids_NK: Tensor, topk_weights_NK: Tensor, *packed: Any
 ) -> Literal[True] | str:
-    if hidden_NC.device.type != "cpu":
-        return f"it needs CPU tensors, the inputs are on {hidden_NC.device.type}"
-    if kernels() is None:
-        return "it is not compiled"
+    if (reason := supports_device(hidden_NC.device)) is not True:
+        return reason
     if torch.is_grad_enabled() and (hidden_NC.requires_grad or topk_weights_NK.requires_grad):
         return "it computes no gradients"
     if not all(tensor.is_contiguous() for tensor in packed[:-2]):
@@ -151,6 +149,7 @@ def _native_supports(
     return f"it supports bfloat16 and float32, not {dtypes.pop()}" if dtypes else True
 
 
-OP = Op("mxfp4_experts", reference)
-OP.register("native", _native, _native_supports, device_type="cpu", quiet=True)
+# The reference, which also trains, rounds to the dtype of the inputs between its products.
+OP = Op("mxfp4_experts", reference, tolerance=(3e-2, 3e-2))
+OP.register_native(_native_supports, _native)
 OP.register("triton", _triton, _triton_supports, device_type="cuda", capturable=True)

@@ -10,7 +10,6 @@ head h // (H / G)), E heads per KV head, L slots of the cache, P cached position
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,9 +17,8 @@ from torch import Tensor
 
 from mlaforge import runtime
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.check import load
 from mlaforge.ops.dispatch import Op
-from mlaforge.ops.native import kernels
+from mlaforge.ops.native import kernel, supports_bfloat16
 from mlaforge.ops.paged_attention_cpu import paged_attention_runs
 
 
@@ -108,38 +106,30 @@ def _runs_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView,
 
 
 def _native(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
-    native = kernels()
-    assert native is not None
     (L, G, _), W, V = k_LGD.shape, k_LGD.stride(0), v_LGV.shape[2]
     rows_LW, values = k_LGD.as_strided((L, W), (W, 1)), v_LGV.storage_offset() - k_LGD.storage_offset()
     table, window = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1), view.window or 0
-    out, lse = native.decode(
+    out, lse = kernel("decode")(
         q_NHD, rows_LW, None, [0], G, V, values, *table, view.block_size, window, scale, view.tree_Tn
     )
     return out, lse
 
 
 def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
-    if q_NHD.device.type != "cpu":
-        return f"it needs CPU tensors, the inputs are on {q_NHD.device.type}"
-    if q_NHD.dtype != torch.bfloat16 or k_LGD.dtype != torch.bfloat16:
-        return f"it supports bfloat16, queries are {q_NHD.dtype}"
+    if (reason := supports_bfloat16(q_NHD)) is not True:
+        return reason
+    if k_LGD.dtype != torch.bfloat16:
+        return f"it supports bfloat16, rows are {k_LGD.dtype}"
     if k_LGD.stride(2) != 1 or v_LGV.stride(2) != 1 or k_LGD.stride(0) != v_LGV.stride(0):
         return "keys and values are not parts of one row"
     if k_LGD.untyped_storage().data_ptr() != v_LGV.untyped_storage().data_ptr():
         return "keys and values are not parts of one row"
     if k_LGD.shape[1] > 1 and (k_LGD.stride(1) != k_LGD.shape[2] or v_LGV.stride(1) != v_LGV.shape[2]):
         return "heads are not contiguous"
-    return True if kernels() is not None else "it is not compiled"
+    return True
 
 
 OP = Op("paged_attention", reference)
-OP.register("native", _native, _native_supports, device_type="cpu", quiet=True)
+OP.register_native(_native_supports, _native)
 OP.register("runs", paged_attention_runs, _runs_supports, device_type="cpu")
 OP.register("triton", _triton, _triton_supports, device_type="cuda", capturable=True)
-
-
-def replay(path: Path, implementation: str | None = None, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Run the op on the inputs of a mismatch that ops/check.py saved."""
-    q, k, v, view, scale = load(path, {3: CacheView}, device)
-    return paged_attention(q, k, v, view, scale, implementation)

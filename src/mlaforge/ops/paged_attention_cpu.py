@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.host_view import host_view
 
 # Maximum cached bytes for which decoding sequences are copied (measured: docs/notes/cpu-kernels.md).
 GATHER_BYTES = 2 << 20
@@ -177,7 +178,7 @@ def _fits(k_LGD: Tensor, v_LGV: Tensor, view: CacheView) -> bool:
 
 def _side_by_side(q_SGJD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Part:
     """Attention of one query token of each of S short sequences: out [S, G, J, D] and lse [S, G, J]."""
-    slots_SL, mask_S11L = view.dense(q_SGJD.dtype)
+    slots_SL, mask_S11L = host_view(view).dense(q_SGJD.dtype)
     k, v = (rows.transpose(1, 2) for rows in _rows(k_LGD, v_LGV, slots_SL))
     out: Tensor
     out, lse = _flash(q_SGJD, k, v, 0.0, False, attn_mask=mask_S11L, scale=scale)

@@ -6,14 +6,19 @@ Legend: L slots (block * block_size + offset), N tokens, W elements of a row, B 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.decompressed_keys import DecompressedKeys
-from mlaforge.ops.native import kernels
-from mlaforge.ops.row_format import Plain, RowFormat
+from mlaforge.ops.dispatch import Op
+from mlaforge.ops.host_view import host_view
+from mlaforge.ops.native import kernel, supports_device
+from mlaforge.ops.row_formats.format import RowFormat
+from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import KEY_TILE, empty_keys, keys_at
 
 
@@ -48,6 +53,10 @@ class PagedRows:
         return cls(format, format.empty(slots // format.tokens, device), dtype, rows, index_keys, keys)
 
     @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
     def slots(self) -> int:
         """Number of slots in `packed`."""
         return len(self.packed) * self.format.tokens
@@ -61,7 +70,7 @@ class PagedRows:
     @property
     def plain(self) -> bool:
         """Whether `packed` is [L, W] in the model's dtype, which every attention op reads in place."""
-        return isinstance(self.format, Plain) and self.format.dtype == self.dtype
+        return isinstance(self.format, Plain) and self.format.torch_dtype == self.dtype
 
     @property
     def direct(self) -> bool:
@@ -81,13 +90,7 @@ class PagedRows:
 
     def pack(self, packs_2K: Tensor, block_size: int) -> None:
         """Quantize full unquantized blocks into packed ones (CacheView.packs_2K)."""
-        sources, targets = packs_2K
-        native = kernels() if native_reads(self) else None
-        if native is not None:
-            native.pack_blocks(*native_rows(self), sources, targets, block_size)
-        else:
-            rows = self._unquantized_rows(sources, block_size)
-            self.format.write(self.packed, self._units(targets, block_size), rows)
+        PACK_BLOCKS(self, packs_2K, block_size)
 
     def decode(self, view: CacheView) -> tuple[Tensor, CacheView]:
         """Return rows [L, W] in the model's dtype, and `view` addressing them: the cache itself if it is plain, else
@@ -100,14 +103,14 @@ class PagedRows:
             rows = self.format.read(self.packed, table_SK.flatten().long()).to(self.dtype)
             row_ids = torch.arange(table_SK.numel(), dtype=torch.int32, device=table_SK.device)
             return rows, dataclasses.replace(view, block_table_SB=row_ids.view_as(table_SK))
-        blocks_B, gathered = view.gathered
+        blocks_B, gathered = host_view(view).gathered
         size = view.block_size
         if self.unquantized is None:
-            return self.format.read(self.packed, self._units(blocks_B, size)).to(self.dtype), gathered
+            return self.format.read(self.packed, self.units(blocks_B, size)).to(self.dtype), gathered
         mask_B = blocks_B * size >= self.slots
         rows = torch.empty(len(blocks_B), size, self.format.width, dtype=torch.bfloat16, device=blocks_B.device)
-        rows[mask_B] = self._unquantized_rows(blocks_B[mask_B], size).view(-1, *rows.shape[1:])
-        rows[~mask_B] = self.format.read(self.packed, self._units(blocks_B[~mask_B], size)).view(-1, *rows.shape[1:])
+        rows[mask_B] = self.unquantized_rows(blocks_B[mask_B], size).view(-1, *rows.shape[1:])
+        rows[~mask_B] = self.format.read(self.packed, self.units(blocks_B[~mask_B], size)).view(-1, *rows.shape[1:])
         return rows.flatten(0, 1).to(self.dtype), gathered
 
     def move(self, slots_N: Tensor, rows_K: Tensor) -> None:
@@ -136,12 +139,13 @@ class PagedRows:
             rows, size, source, target = self.unquantized, block_size, source - first, target - first
         rows[target * size : (target + 1) * size] = rows[source * size : (source + 1) * size]
 
-    def _units(self, blocks_B: Tensor, block_size: int) -> Tensor:
+    def units(self, blocks_B: Tensor, block_size: int) -> Tensor:
         """Unit numbers of packed blocks."""
         units = block_size // self.format.tokens
         return (blocks_B[:, None] * units + torch.arange(units, device=blocks_B.device)).flatten()
 
-    def _unquantized_rows(self, blocks_B: Tensor, block_size: int) -> Tensor:
+    def unquantized_rows(self, blocks_B: Tensor, block_size: int) -> Tensor:
+        """Rows of unquantized blocks."""
         assert self.unquantized is not None
         rows = blocks_B[:, None] * block_size - self.slots + torch.arange(block_size, device=blocks_B.device)
         return self.unquantized[rows.flatten()]
@@ -149,13 +153,52 @@ class PagedRows:
 
 def native_reads(rows: PagedRows) -> bool:
     """Whether the compiled kernels read and write rows like these."""
-    packed = rows.packed
-    # The kernels write contiguous rows.
-    if packed.device.type != "cpu" or rows.dtype != torch.bfloat16 or not packed.is_contiguous():
-        return False
-    return (rows.plain or packed.dtype == torch.uint8) and kernels() is not None
+    return native_supports(rows) is True
+
+
+def native_supports(rows: PagedRows, *others: Any) -> Literal[True] | str:
+    """Return True, or the reason why the compiled kernels do not read and write rows like these."""
+    if (reason := supports_device(rows.device)) is not True:
+        return reason
+    if rows.dtype != torch.bfloat16:
+        return f"it supports bfloat16 models, this one is {rows.dtype}"
+    if not rows.packed.is_contiguous():
+        return "rows are not contiguous"
+    if not (rows.plain or rows.packed.dtype == torch.uint8):
+        return f"it does not support rows of {rows.packed.dtype}"
+    return True
 
 
 def native_rows(rows: PagedRows) -> tuple[Tensor, Tensor | None, list[int]]:
     """Return the arguments by which the compiled kernels take a layer's rows."""
     return rows.packed, rows.unquantized, rows.format.descriptor
+
+
+def written_rows(rows: PagedRows, slots_N: Tensor) -> Tensor:
+    """Return the rows at some slots in fp32, in units of each row's largest magnitude, so that a step of a quantized
+    row is the same for all rows. Slots of a format with several tokens per unit must be unquantized."""
+    unquantized = slots_N >= rows.slots
+    row_NW = torch.empty(len(slots_N), rows.format.width, device=slots_N.device)
+    if rows.unquantized is not None:
+        row_NW[unquantized] = rows.unquantized[slots_N[unquantized] - rows.slots].float()
+    row_NW[~unquantized] = rows.format.read(rows.packed, slots_N[~unquantized]).float()
+    return row_NW / row_NW.abs().amax(1, keepdim=True).clamp_min(1e-30)
+
+
+def pack_blocks_reference(rows: PagedRows, packs_2K: Tensor, block_size: int) -> None:
+    """As PagedRows.pack."""
+    sources, targets = packs_2K
+    rows.format.write(rows.packed, rows.units(targets, block_size), rows.unquantized_rows(sources, block_size))
+
+
+def _pack_blocks_native(rows: PagedRows, packs_2K: Tensor, block_size: int) -> None:
+    kernel("pack_blocks")(*native_rows(rows), *packs_2K, block_size)
+
+
+def _packed_blocks(inputs: Sequence[Any], outputs: None) -> Sequence[Tensor]:
+    rows, packs_2K, block_size = inputs
+    return (rows.format.read(rows.packed, rows.units(packs_2K[1], block_size)),)
+
+
+PACK_BLOCKS = Op("pack_blocks", pack_blocks_reference, mutates=(0,), observe=_packed_blocks)
+PACK_BLOCKS.register_native(native_supports, _pack_blocks_native)

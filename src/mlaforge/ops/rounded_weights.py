@@ -54,6 +54,25 @@ def packed4(weight_MK: Tensor) -> tuple[Tensor, Tensor]:
     return packed.contiguous(), scale_M
 
 
+def unpacked8(packed: Tensor) -> Tensor:
+    """Return the integers of `packed8`, padded, fp32 [16 B, K]."""
+    B, quads = packed.shape[:2]
+    return packed.transpose(1, 2).reshape(B * 16, quads * 4).float() - 128
+
+
+def unpacked4(packed: Tensor) -> Tensor:
+    """Return the integers of `packed4`, padded, fp32 [16 B, K]: zero + (code * step >> 4) - 128."""
+    B, steps = packed.shape[:2]
+    pairs = packed[..., :64].view(B, steps, 2, 16, 2).int()
+    step, zero = (part.permute(0, 3, 1, 2).reshape(B * 16, steps * 2, 1) for part in pairs.unbind(-1))
+    low, high = packed[..., 64:].view(B, steps, 8, 16, 2, 2).int().unbind(-1)
+    # Inputs 0 to 7 of a vector: two lines of four, a pair of bytes in each half.
+    lines = [[high >> 4, low >> 4], [high & 15, low & 15]]
+    codes = torch.stack([torch.stack(halves, dim=-1).flatten(-2) for halves in lines], dim=3)
+    codes = codes.permute(0, 4, 1, 2, 3, 5).reshape(B * 16, steps * 2, 32)
+    return ((codes * step >> 4) + zero).view(B * 16, -1).float() - 128
+
+
 def _rounded4(weight_MK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize to uint8 codes [M, K], steps and zeros [M, G], and fp32 scales [M]. Steps and zeros are those with the
     least squared error near the ones that span a group."""

@@ -11,10 +11,9 @@ index key, F features of a key, E of a query, P rotary pairs, K maximum tokens t
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,11 +21,10 @@ from torch import Tensor
 from mlaforge.modeling.rope_mla import rotate
 from mlaforge.modeling.token_index_mla import LARGEST_KEY, scores
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.native import kernels
-from mlaforge.runtime import UserError, log, on_device, triton_interpreted
+from mlaforge.ops.dispatch import Op
+from mlaforge.ops.native import kernel, supports_bfloat16
+from mlaforge.runtime import triton_interpreted
 
-# Log every message once.
-log_once = functools.cache(log)
 # Tokens whose index keys are stored together, element by element.
 KEY_TILE = 16
 
@@ -65,112 +63,151 @@ class TokenIndex:
     stride: int = 0
     topk: int = 1
 
-    def write(self, keys: Tensor, features_NF: Tensor, rotation_N1P: Tensor, slots_N: Tensor) -> None:
-        """Write the index keys of a step's tokens to the cache. rotation_N1P: complex, of their positions."""
-        native = kernels() if _native_reads(features_NF, keys) else None
-        if native is not None:
-            rotation = None if self.pre_rotated else rotation_N1P
-            native.write_index(features_NF, self.halves, self.key, self.bias, rotation, self.frequency, keys, slots_N)
-            return
-        features = features_NF.float()
-        if self.halves is not None:
-            rounded = features[:, : len(self.halves)].bfloat16().float().round()
-            rounded = torch.maximum(torch.minimum(rounded, self.halves - 1), -self.halves)
-            features = torch.cat((rounded, features[:, len(self.halves) :]), dim=1)
-        index_keys = features @ self.key.T + self.bias
-        if not self.pre_rotated:
-            index_keys = self._rotate(index_keys[:, None], rotation_N1P)[:, 0]
-        index_keys = index_keys.round().clamp(-LARGEST_KEY, LARGEST_KEY).nan_to_num().to(torch.int8)
-        keys[slots_N // KEY_TILE, :, slots_N % KEY_TILE] = index_keys
-
-    def choose(
+    def write(
         self,
         keys: Tensor,
-        q_NX: Tensor,
+        features_NF: Tensor,
         rotation_N1P: Tensor,
-        view: CacheView,
-        counts: Sequence[int],
-        multiple: int = 1,
-    ) -> tuple[Tensor, Tensor]:
+        slots_N: Tensor,
+        implementation: str | None = None,
+    ) -> None:
+        """Write the index keys of a step's tokens to the cache. rotation_N1P: complex, of their positions."""
+        WRITE_INDEX(features_NF, self, rotation_N1P, keys, slots_N, implementation=implementation)
+
+    def choose(
+        self, keys: Tensor, q_NX: Tensor, rotation_N1P: Tensor, view: CacheView, counts: Sequence[int],
+        multiple: int = 1, implementation: str | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Select `counts` tokens per sequence, or all if there are no more: slots and positions, int32 [S, K],
         ascending. q_NX: queries, H·E elements, and possibly more. The view must be without a window. K is a multiple of
         `multiple`."""
-        native = kernels() if _native_reads(q_NX, keys) else None
-        if native is None and q_NX.device.type == "cuda" and (reason := triton_supports(keys, q_NX, view)) is True:
-            return self._triton(keys, q_NX, rotation_N1P, view, counts, multiple)
-        if native is None:
-            if q_NX.device.type == "cuda":
-                log_once(f"token selection: triton is not used: {reason}")
-            return self._reference(keys, q_NX, rotation_N1P, view, counts, multiple)
-        rotation = None if self.pre_rotated else rotation_N1P
-        slots, positions = native.select_tokens(
-            q_NX, self.heads, self.query, rotation, self.frequency, self.sinks, keys, view.block_table_SB,
-            view.seq_lens_S, view.query_start_S1, view.block_size, counts, self.sink, self.window, self.stride,
-            multiple,
-        )  # fmt: skip
+        inputs = (q_NX, self, rotation_N1P, keys, view, counts, multiple)
+        slots, positions = SELECT_TOKENS(*inputs, implementation=implementation)
         return slots, positions
 
-    def _index_queries(self, q_NX: Tensor, rotation_N1P: Tensor, rows: Tensor) -> Tensor:
+    def queries(self, q_NX: Tensor, rotation_N1P: Tensor, rows: Tensor) -> Tensor:
         """Return index queries [R, H, I] of some rows of a step, in fp32."""
         G, _, E = self.query.shape
         q_RGJE = q_NX[rows, : self.heads * E].float().view(len(rows), G, -1, E)
         index_queries = (q_RGJE @ self.query.mT).flatten(1, 2)
-        return index_queries if self.pre_rotated else self._rotate(index_queries, rotation_N1P[rows])
+        return index_queries if self.pre_rotated else self.rotate(index_queries, rotation_N1P[rows])
 
-    def _triton(
-        self, keys: Tensor, q_NX: Tensor, rotation_N1P: Tensor, view: CacheView, counts: Sequence[int], multiple: int
-    ) -> tuple[Tensor, Tensor]:
-        reason = triton_supports(keys, q_NX, view)
-        if reason is not True:
-            raise UserError(f"token selection: triton cannot run here: {reason}")
-        from mlaforge.ops import token_selection_triton
-
-        index_queries = self._index_queries(q_NX, rotation_N1P, (view.query_start_S1[1:] - 1).long())
-        pattern = (self.sinks, self.sink, self.window, self.stride)
-        return token_selection_triton.choose(keys, index_queries, view, counts, multiple, *pattern)
-
-    def _reference(
-        self,
-        keys: Tensor,
-        q_NX: Tensor,
-        rotation_N1P: Tensor,
-        view: CacheView,
-        counts: Sequence[int],
-        multiple: int = 1,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute in fp32, sequence by sequence."""
-        device, size = q_NX.device, view.block_size
-        slots = torch.zeros(len(counts), -(-max(counts) // multiple) * multiple, dtype=torch.int32, device=device)
-        positions = torch.zeros_like(slots)
-        lasts = (view.query_start_S1[1:] - 1).tolist()
-        for s, (count, length, last) in enumerate(zip(counts, view.seq_lens_S.tolist(), lasts, strict=True)):
-            at_L = torch.arange(length, device=device)
-            slots_L = view.block_table_SB[s, at_L // size].long() * size + at_L % size
-            if count < length:
-                index_queries = self._index_queries(q_NX, rotation_N1P, torch.tensor([last], device=device)).transpose(
-                    0, 1
-                )
-                token_keys = keys_at(keys, slots_L).float()
-                seen = torch.ones(1, 1, length, dtype=torch.bool, device=device)
-                score_L = scores(index_queries[None], token_keys[None], seen, self.sinks)[0, 0]
-                score_L[: self.sink] = score_L[length - self.window :] = torch.inf
-                if self.stride:
-                    score_L[:: self.stride] = torch.inf
-                # Ties go to the last token.
-                at_L = score_L.flip(0).sort(descending=True, stable=True).indices[:count]
-                at_L = (length - 1 - at_L).sort().values
-            positions[s, : len(at_L)], slots[s, : len(at_L)] = at_L.int(), slots_L[at_L].int()
-        return slots, positions
-
-    def _rotate(self, x_NHI: Tensor, rotation_N1P: Tensor) -> Tensor:
+    def rotate(self, x_NHI: Tensor, rotation_N1P: Tensor) -> Tensor:
+        """Rotate index keys or queries; pairs without a frequency stay."""
         unrotated = self.frequency < 0
         rotation = rotation_N1P[..., self.frequency.clamp_min(0)]
         cos, sin = rotation.real.masked_fill(unrotated, 1.0), rotation.imag.masked_fill(unrotated, 0.0)
         return rotate(x_NHI[:, :, None], cos, sin)[:, :, 0]
 
 
-def triton_supports(keys: Tensor, q_NX: Tensor, view: CacheView) -> Literal[True] | str:
-    """Return True, or the reason why the Triton kernels cannot select by these index keys and queries."""
+def write_reference(
+    features_NF: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, slots_N: Tensor
+) -> None:
+    """As TokenIndex.write."""
+    features = features_NF.float()
+    if index.halves is not None:
+        rounded = features[:, : len(index.halves)].bfloat16().float().round()
+        rounded = torch.maximum(torch.minimum(rounded, index.halves - 1), -index.halves)
+        features = torch.cat((rounded, features[:, len(index.halves) :]), dim=1)
+    index_keys = features @ index.key.T + index.bias
+    if not index.pre_rotated:
+        index_keys = index.rotate(index_keys[:, None], rotation_N1P)[:, 0]
+    index_keys = index_keys.round().clamp(-LARGEST_KEY, LARGEST_KEY).nan_to_num().to(torch.int8)
+    keys[slots_N // KEY_TILE, :, slots_N % KEY_TILE] = index_keys
+
+
+def _write_native(features_NF: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, slots_N: Tensor) -> None:
+    rotation = None if index.pre_rotated else rotation_N1P
+    kernel("write_index")(features_NF, index.halves, index.key, index.bias, rotation, index.frequency, keys, slots_N)
+
+
+def _written_keys(inputs: Sequence[Any], outputs: None) -> Sequence[Tensor]:
+    *_, keys, slots_N = inputs
+    return (keys_at(keys, slots_N).float(),)
+
+
+def token_scores(
+    q_NX: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, view: CacheView, sequence: int, slots_L: Tensor
+) -> Tensor:
+    """Return the score of each token of a sequence for its last query token, fp32 [L]; infinite where the pattern
+    always reads it. slots_L: the slots of all its tokens."""
+    last = view.query_start_S1[sequence + 1 : sequence + 2].long() - 1
+    index_queries = index.queries(q_NX, rotation_N1P, last).transpose(0, 1)
+    L = len(slots_L)
+    seen = torch.ones(1, 1, L, dtype=torch.bool, device=q_NX.device)
+    score_L = scores(index_queries[None], keys_at(keys, slots_L).float()[None], seen, index.sinks)[0, 0]
+    score_L[: index.sink] = score_L[max(0, L - index.window) :] = torch.inf
+    if index.stride:
+        score_L[:: index.stride] = torch.inf
+    return score_L
+
+
+def _slots(view: CacheView, sequence: int, length: int) -> Tensor:
+    """Slots of the first `length` tokens of a sequence."""
+    at_L = torch.arange(length, device=view.block_table_SB.device)
+    return view.block_table_SB[sequence, at_L // view.block_size].long() * view.block_size + at_L % view.block_size
+
+
+def select_reference(
+    q_NX: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, view: CacheView, counts: Sequence[int],
+    multiple: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As TokenIndex.choose; in fp32, sequence by sequence."""
+    K = -(-max(counts) // multiple) * multiple
+    slots = torch.zeros(len(counts), K, dtype=torch.int32, device=q_NX.device)
+    positions = torch.zeros_like(slots)
+    for s, (count, length) in enumerate(zip(counts, view.seq_lens_S.tolist(), strict=True)):
+        slots_L, at_L = _slots(view, s, length), torch.arange(length, device=q_NX.device)
+        if count < length:
+            score_L = token_scores(q_NX, index, rotation_N1P, keys, view, s, slots_L)
+            # Ties go to the last token.
+            at_L = score_L.flip(0).sort(descending=True, stable=True).indices[:count]
+            at_L = (length - 1 - at_L).sort().values
+        positions[s, : len(at_L)], slots[s, : len(at_L)] = at_L.int(), slots_L[at_L].int()
+    return slots, positions
+
+
+def _select_native(
+    q_NX: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, view: CacheView, counts: Sequence[int],
+    multiple: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    slots, positions = kernel("select_tokens")(
+        q_NX, index.heads, index.query, None if index.pre_rotated else rotation_N1P, index.frequency, index.sinks, keys,
+        view.block_table_SB, view.seq_lens_S, view.query_start_S1, view.block_size, counts, index.sink, index.window,
+        index.stride, multiple,
+    )  # fmt: skip
+    return slots, positions
+
+
+def _select_triton(
+    q_NX: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, view: CacheView, counts: Sequence[int],
+    multiple: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from mlaforge.ops import token_selection_triton
+
+    index_queries = index.queries(q_NX, rotation_N1P, (view.query_start_S1[1:] - 1).long())
+    pattern = (index.sinks, index.sink, index.window, index.stride)
+    return token_selection_triton.choose(keys, index_queries, view, counts, multiple, *pattern)
+
+
+def _selected_scores(inputs: Sequence[Any], outputs: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+    """Per sequence, the sorted scores of the selected tokens relative to their mean: different tokens with equal scores
+    are equally right. Then whether positions ascend and slots are those of the positions."""
+    q_NX, index, rotation_N1P, keys, view, counts, _ = inputs
+    observed = []
+    for s, (count, length) in enumerate(zip(counts, view.seq_lens_S.tolist(), strict=True)):
+        slots_L = _slots(view, s, length)
+        slots_K, positions_K = (x[s, : min(count, length)].long() for x in outputs)
+        score_L = token_scores(q_NX, index, rotation_N1P, keys, view, s, slots_L)
+        score_K = score_L[positions_K.clamp(0, length - 1)].sort().values
+        consistent = (slots_L[positions_K.clamp(0, length - 1)] == slots_K) & (positions_K < length)
+        observed += [score_K * length, consistent.float(), positions_K.diff().clamp_max(1).float()]
+    return observed
+
+
+def _triton_supports(
+    q_NX: Tensor, index: TokenIndex, rotation_N1P: Any, keys: Tensor, view: CacheView, *others: Any
+) -> Literal[True] | str:
     # Importing Triton takes a second; a CPU that never runs it should not pay for it.
     if q_NX.device.type != "cuda" and not triton_interpreted():
         return f"it needs CUDA tensors, queries are on {q_NX.device.type}"
@@ -181,28 +218,17 @@ def triton_supports(keys: Tensor, q_NX: Tensor, view: CacheView) -> Literal[True
     return token_selection_triton.supports(keys, q_NX, view)
 
 
-def _native_reads(x_NX: Tensor, keys: Tensor) -> bool:
-    on_cpu = x_NX.device.type == "cpu" and x_NX.dtype == torch.bfloat16
-    return on_cpu and x_NX.stride(1) == 1 and keys.is_contiguous()
+def _native_supports(
+    x_NX: Tensor, index: TokenIndex, rotation_N1P: Any, keys: Tensor, *others: Any
+) -> Literal[True] | str:
+    if (reason := supports_bfloat16(x_NX)) is not True:
+        return reason
+    return True if x_NX.stride(1) == 1 and keys.is_contiguous() else "inputs or index keys are not contiguous"
 
 
-def narrowed(
-    view: CacheView, slots_SK: Tensor, positions_SK: Tensor, counts: tuple[int, ...], by_sequence: bool
-) -> CacheView:
-    """Return the view of the selected tokens as if their rows were all that exists: blocks of one row.
-
-    With `by_sequence` the rows of sequence s count from s·K on, so that `positions_SK` is one table of positions.
-    """
-    first_S, lengths_S = _bounds(counts, slots_SK.shape[1] if by_sequence else 0, slots_SK.device)
-    return dataclasses.replace(
-        view, block_table_SB=slots_SK, first_S=first_S, seq_lens_S=lengths_S, block_size=1, runs=(),
-        positions_SK=positions_SK, counts=counts, lengths=counts,
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=64)
-def _bounds(counts: tuple[int, ...], row_stride: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return first rows and ends, int32 [S]. Cached: they repeat from layer to layer and step to step."""
-    first = [s * row_stride for s in range(len(counts))]
-    last = [start + count for start, count in zip(first, counts, strict=True)]
-    return on_device(first, torch.int32, device), on_device(last, torch.int32, device)
+# A key may be rounded to its other neighbour.
+WRITE_INDEX = Op("write_index", write_reference, mutates=(3,), observe=_written_keys, tolerance=(1.0, 0.0))
+WRITE_INDEX.register_native(_native_supports, _write_native)
+SELECT_TOKENS = Op("select_tokens", select_reference, observe=_selected_scores, tolerance=(1e-2, 1e-2))
+SELECT_TOKENS.register_native(_native_supports, _select_native)
+SELECT_TOKENS.register("triton", _select_triton, _triton_supports, device_type="cuda")

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from mlaforge.families.spec import ModelSpec
+from mlaforge.ops.row_formats import row_format
 from mlaforge.planning.code_plan import coded_plan
 from mlaforge.planning.plan import Plan, make_plan, sparse, unconverted
 
@@ -60,7 +61,8 @@ class Form:
         """First clause of the recommendation, with the commands or options that apply the form."""
         sparsify = f"mlaforge sparsify --topk {self.topk(context)}" if self.selection_ratio else ""
         if self.layout == "gqa":
-            bits = {"int8": 8, "fp8": 8, "int4": 4}.get(self.stored)
+            element = row_format(self.stored, (64, 64)).parts[0].bits
+            bits = element if element <= 8 else None
             cache = f" with an {bits}-bit cache" if bits == 8 else f" with a {bits}-bit cache" if bits else " as it is"
             options = [sparsify] if sparsify else []
             options += [f"--kv-cache-dtype {self.stored}"] if bits else []

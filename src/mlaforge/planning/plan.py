@@ -16,7 +16,8 @@ from typing import Any
 
 from mlaforge.config import nearest
 from mlaforge.families.spec import LayerSpec, ModelSpec
-from mlaforge.modeling.coded_layout_mla import CodedLayout
+from mlaforge.ops.row_formats import row_format, row_format_type, row_format_types
+from mlaforge.ops.row_formats.format import RowFormat
 from mlaforge.runtime import UserError
 
 LATENT_LAYOUTS = ("latent", "latent_rope")
@@ -27,12 +28,10 @@ SMALLER_KEY = "use a smaller qk_rope_head_dim"
 DEFAULT_BITS, DEFAULT_BUDGET = 4.0, 0.5
 # Elements of an index key, one byte each.
 DEFAULT_INDEX = 32
-# Bytes per element of plain cached rows.
-ITEMSIZES = {"fp32": 4, "bf16": 2, "fp8": 1}
-# Storage formats of cached rows: the engine's kv_cache_dtype, whose auto is one of these or `coded`.
-STORED = (*ITEMSIZES, "int8", "int4")
-# Tokens per group of int4; other formats pack every token separately.
-PACKED = 32
+# Storage formats of uncoded rows: the engine's kv_cache_dtype, whose auto is one of these or `coded`.
+STORED = tuple(
+    name for type in row_format_types().values() if not type.coded for name in (*type.compute_names, *type.names)
+)
 
 
 @dataclass(frozen=True)
@@ -61,24 +60,16 @@ class LayerPlan:
         return self.row_bytes(layer, tokens, stored) + tokens * self.index
 
     def row_bytes(self, layer: LayerSpec, tokens: int, stored: str) -> int:
-        """Bytes of the rows of `tokens` tokens, including scales (the formats of ops/row_format.py, without torch).
-        stored: one of STORED, or `coded` if the layer has a code."""
-        elements = self.cached(layer)
-        if stored == "int8":
-            scales = 2 * layer.num_kv_heads if self.layout == "gqa" else 1 + (self.qk_rope_head_dim > 0)
-            return tokens * (elements + elements % 2 + 2 * scales)
-        if stored == "int4":
-            # The newest tokens are packed once a group of PACKED is full.
-            packed, rest = divmod(tokens, PACKED)
-            return packed * (16 * elements + 2 * elements + 128 * layer.num_kv_heads) + rest * 2 * elements
-        if stored == "coded":
-            return tokens * self.coded_bytes
-        return tokens * elements * ITEMSIZES[stored]
+        """Bytes of the rows of `tokens` tokens, including scales."""
+        return self.rows(layer, stored).bytes(tokens)
 
-    @property
-    def coded_bytes(self) -> int:
-        """Bytes of a coded row."""
-        return CodedLayout(self.code, self.qk_rope_head_dim).row_bytes
+    def rows(self, layer: LayerSpec, stored: str) -> RowFormat:
+        """Format of the rows. stored: one of STORED, or `coded` if the layer has a code."""
+        if self.layout == "gqa":
+            groups = (layer.head_dim,) * (2 * layer.num_kv_heads)
+        else:
+            groups = (self.kv_lora_rank, *([self.qk_rope_head_dim] if self.qk_rope_head_dim else []))
+        return row_format(stored, groups, counts=self.code)
 
 
 @dataclass(frozen=True)
@@ -92,10 +83,13 @@ class Plan:
     plain: str = "bf16"
 
     def __post_init__(self) -> None:
-        assert len(self.layers) == self.spec.num_layers and self.stored in (*STORED, "coded")
-        if self.stored == "int4" and self.converted:
-            raise UserError("kv_cache_dtype int4 is for grouped-query layers; converted ones can be int8")
-        if any(layer.code for layer in self.layers) and self.stored not in ("coded", "bf16", "fp32"):
+        assert len(self.layers) == self.spec.num_layers
+        format = row_format_type(self.stored)
+        if format.grouped_query_only and self.converted:
+            raise UserError(f"kv_cache_dtype {self.stored} is for grouped-query layers; converted ones can be int8")
+        # Rows in a compute dtype are what coded rows decode to.
+        plain = self.stored in ("bf16", *format.compute_names)
+        if any(layer.code for layer in self.layers) and not (format.coded or plain):
             raise UserError(f"kv_cache_dtype {self.stored} is not for coded rows: use auto, coded or bf16")
 
     @property
@@ -126,7 +120,7 @@ class Plan:
     def bits(self) -> float:
         """Mean stored bits of the converted layers (of all if none is) per element that GQA caches there."""
         layers = [(self.layers[i], self.spec.layers[i]) for i in self.converted or range(self.spec.num_layers)]
-        stored = sum(chosen.row_bytes(layer, PACKED, self.stored_as(chosen)) for chosen, layer in layers) / PACKED
+        stored = sum(chosen.rows(layer, self.stored_as(chosen)).bytes_per_token for chosen, layer in layers)
         return 8 * stored / sum(layer.cached for _, layer in layers)
 
     def model_fraction(self, context: int) -> float:
@@ -161,11 +155,6 @@ def plan_of(config: Mapping[str, Any], spec: ModelSpec) -> Plan:
         width = config["index_head_dim"] if sparse[index] == "full" else 0
         layers.append(LayerPlan(kind, rank, rope, tuple(codes[index]), topk, width))
     return Plan(spec, tuple(layers), "coded" if any(codes) else "bf16")
-
-
-def plain(itemsize: int) -> str:
-    """Name of the plain row format with `itemsize` bytes per element."""
-    return next(name for name, size in ITEMSIZES.items() if size == itemsize)
 
 
 def tokens_cached(layer: LayerSpec, context: int) -> int:

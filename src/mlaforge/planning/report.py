@@ -10,11 +10,11 @@ from typing import Any
 
 from mlaforge.config import by_keywords, whole_number
 from mlaforge.families.spec import LayerSpec, ModelSpec, capture_boundaries
+from mlaforge.ops.row_formats import common_tokens
 from mlaforge.planning.code_plan import coded_plan
 from mlaforge.planning.config import PlanConfig
 from mlaforge.planning.costs import Gpu, experts_touched, weight_bytes
 from mlaforge.planning.plan import (
-    PACKED,
     Plan,
     make_plan,
     plan_of,
@@ -29,6 +29,8 @@ from mlaforge.runtime import UserError
 
 # Default tokens of a request.
 CONTEXT = 32 * 1024
+# Tokens over which bytes per token are counted: whole units of every format.
+UNIT = common_tokens()
 
 
 def parse_context(text: str) -> int:
@@ -126,7 +128,7 @@ def _gqa_bytes(row: Row) -> int:
 TABLES: dict[str, dict[str, tuple[str, Callable[[Row], Any], Callable[[Any], str]]]] = {
     "Forms": {
         "model_fraction": ("of GQA's|bytes", lambda r: r.plan.cache_bytes(r.context) / _gqa_bytes(r), _percent),
-        "bytes_per_token": ("bytes|per token", lambda r: r.plan.cache_bytes(PACKED) / PACKED, "{:,.0f}".format),
+        "bytes_per_token": ("bytes|per token", lambda r: r.plan.cache_bytes(UNIT) / UNIT, "{:,.0f}".format),
         "cache_bytes": ("cache of|the batch", lambda r: r.plan.cache_bytes(r.context, r.batch), in_bytes),
         "requests": ("requests|that fit", lambda r: r.requests, "{:,}".format),
         "step_ms": ("ms a|step", lambda r: r.plain.total * 1e3, in_digits),
@@ -263,7 +265,7 @@ class PlanReport:
             {
                 "layout": chosen.layout,
                 "cached": chosen.cached(layer),
-                "bytes": (size := chosen.cached_bytes(layer, PACKED, plan.stored_as(chosen)) / PACKED),
+                "bytes": (size := chosen.cached_bytes(layer, UNIT, plan.stored_as(chosen)) / UNIT),
                 "bits": 8 * size / layer.cached,
                 "code": list(chosen.code),
             }

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlaforge.artifact import Manifest, artifacts_below, record_name
-from mlaforge.planning.plan import LayerPlan
+from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.rendering.page import (
     NOT_FINITE,
     NOT_MEASURED,
@@ -269,7 +269,7 @@ def _row_bytes(metrics: dict[str, Any]) -> dict[str, list[float]] | None:
             return None
         code, rotary = layer.get("code") or (), int(number(layer, "qk_rope_head_dim") or 0)
         rows["gqa"].append(before * size / elements)
-        coded = LayerPlan("latent", 0, rotary, tuple(code)).coded_bytes if code else None
+        coded = Coded(tuple(code), rotary).unit_bytes if code else None
         rows["mla"].append(after * size / elements if coded is None else coded)
     return rows
 

@@ -26,7 +26,7 @@ from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.execution.attention import PagedAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Plain
+from mlaforge.ops.row_formats.plain import Plain, dtype_name
 from mlaforge.ops.token_selection import KEY_TILE
 from mlaforge.runtime import UserError
 from mlaforge.vllm_plugin.pages import even_pages
@@ -112,9 +112,13 @@ class Columns:
     elements: int
     index_bytes: int = 0
 
+    def format(self, dtype: torch.dtype) -> Plain:
+        """Return the format of the elements."""
+        return Plain(self.elements, dtype_name(dtype))
+
     def width(self, dtype: torch.dtype) -> int:
         """Return the width in elements of the cache's dtype."""
-        return self.elements + -(-self.index_bytes // dtype.itemsize)
+        return -(-(self.format(dtype).bytes(1) + self.index_bytes) // dtype.itemsize)
 
 
 class RowCache(AttentionLayerBase):
@@ -163,9 +167,9 @@ class RowCache(AttentionLayerBase):
         self.kv_cache = kv_cache
         rows_LW, begin = kv_cache.view(-1, kv_cache.shape[-1]), 0
         for index, columns in self.columns.items():
-            elements, end = columns.elements, begin + columns.elements
+            end = begin + columns.elements
             keys = index_keys(rows_LW, end, columns.index_bytes) if columns.index_bytes else None
-            rows = PagedRows(Plain(elements, self.dtype), rows_LW[:, begin:end], self.dtype, index=keys)
+            rows = PagedRows(columns.format(self.dtype), rows_LW[:, begin:end], self.dtype, index=keys)
             if index in self._layers:
                 self._layers[index].bind_cache(rows)
             else:
@@ -176,7 +180,8 @@ class RowCache(AttentionLayerBase):
         """Return the output of a layer's attention, [N, C]."""
         if self._step is None or self._step[0] is not batch:
             self._step = batch, self.model.step(batch)
-        return self._layers[index](hidden_NC, self._step[1], None)
+        layer = self._layers[index]
+        return layer(hidden_NC, batch.views[layer.group], self._step[1], None)
 
 
 def index_keys(rows_LW: Tensor, begin: int, count: int) -> Tensor:

@@ -16,7 +16,8 @@ from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.ops.native import kernels
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Plain, row_format
+from mlaforge.ops.row_formats import row_format
+from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.planning.plan import LayerPlan, Plan
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
@@ -213,6 +214,9 @@ def test_plan_predicts_cache_bytes(family, layout, stored, model):
         engine.tables.reserve(0, length)
         engine.tables.commit(0, ids, length)
         assert engine.stats().cache_bytes_used == planned(engine, stored).cache_bytes(length)
+    plan = planned(engine, stored)
+    planned_rows = [chosen.rows(layer, stored) for chosen, layer in zip(plan.layers, plan.spec.layers, strict=True)]
+    assert planned_rows == [layer.format for layer in engine.cache.layers]
     engine.tables.free(0)
     assert engine.stats().cache_bytes == sum(tensor.nbytes for tensor in engine.cache.tensors)
 

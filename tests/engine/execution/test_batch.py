@@ -6,10 +6,10 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from mlaforge.engine.cache import view as view_module
 from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.execution.batch import Chunk, make_batch
 from mlaforge.engine.execution.bucket import Bucket, padded
+from mlaforge.ops import host_view
 
 NUM_BLOCKS = 12
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_a_sequence_reads_its_own_rows_in_order_and_masks_what_is_later(problem)
         assert batch.last_S[index] == row - 1
 
         rows = torch.arange(NUM_BLOCKS * problem.block_size)[:, None]
-        got, mask = view.sequence(index, rows)
+        got, mask = host_view.host_view(view).sequence(index, rows)
         positions = range(problem.seen(index, start).start, stop)
         assert got[0, :, 0].tolist() == [problem.slot(index, p) for p in positions]
         visible = [[p in problem.seen(index, q) for p in positions] for q in range(start, stop)]
@@ -128,7 +128,7 @@ def test_tables_and_runs_are_what_a_loop_over_blocks_makes(problem):
 def test_blocks_gathered_are_those_that_are_read(problem):
     """One sequence after another, each in one stretch; the slots of the step's tokens among them."""
     (view,) = problem.batch().views
-    blocks, gathered = view.gathered
+    blocks, gathered = host_view.host_view(view).gathered
     size, at = (
         problem.block_size,
         [problem.slot(i, p) for i, (_, _, a, b) in enumerate(problem.sequences) for p in range(a, b)],
@@ -149,8 +149,8 @@ def test_blocks_gathered_are_those_that_are_read(problem):
 @given(problems(decode=True))
 def test_batched_decoding_sees_the_same_and_reads_no_foreign_rows(problem):
     (view,) = problem.batch().views
-    slots_SL, mask = view.dense(torch.float32)
-    assert view.dense(torch.float32)[1] is mask
+    slots_SL, mask = host_view.host_view(view).dense(torch.float32)
+    assert host_view.host_view(view).dense(torch.float32)[1] is mask
     for index, (_, blocks, _, stop) in enumerate(problem.sequences):
         expected = [problem.slot(index, p) for p in problem.seen(index, stop - 1)]
         seen = mask[index, 0, 0] == 0
@@ -161,14 +161,14 @@ def test_batched_decoding_sees_the_same_and_reads_no_foreign_rows(problem):
 
 def test_a_step_from_a_graph_computes_no_runs(monkeypatch):
     """Runs take a look at every block: computed when they are read, for the sequence that is read, and once."""
-    computed, runs = [], view_module._runs
-    monkeypatch.setattr(view_module, "_runs", lambda *inputs: computed.append(inputs) or runs(*inputs))
+    computed, runs = [], host_view._runs
+    monkeypatch.setattr(host_view, "_runs", lambda *inputs: computed.append(inputs) or runs(*inputs))
     problem = Problem(4, None, [(0, [3, 4, 9, 7, 8], 14, 15), (0, [1, 2], 4, 5)])
     batch = problem.batch()
     (view,) = batch.views
     padded(batch, Bucket.of(batch, 8), [NUM_BLOCKS])
     assert view.lengths == (15, 5) and len(view.runs) == 2
-    assert view.gathered[1].lengths == (15, 5) and view.dense(torch.float32)[0].shape == (2, 15)
+    assert host_view.host_view(view).gathered[1].lengths == (15, 5) and host_view.host_view(view).dense(torch.float32)[0].shape == (2, 15)
     assert not computed
     assert view.runs[1] == view.runs[-1] == ((4, 5),)
     assert len(computed) == 1

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlaforge.checkpoint.source_model import SourceModel
-from mlaforge.engine.execution import linear
 from mlaforge.engine.execution import model as loading
 from mlaforge.engine.execution.linear import INT4_GROUP, QUANTIZED, WIDE, PackedLinear, fused, vocabulary_head
 from mlaforge.engine.execution.mlp import make_mlp
+from mlaforge.ops import native
 from mlaforge.ops.native import kernels
 from mlaforge.runtime import UserError
 from support.engine_driver import greedy, idle, random_prompts, watched
@@ -37,7 +37,7 @@ def problem(rows, inputs, outputs, bias, format, seed=0):
 
 def torchs_own(compiled=False):
     """As where the kernels cannot be compiled, unless `compiled`."""
-    return mock.patch.object(linear, "kernels", kernels if compiled else lambda: None)
+    return mock.patch.object(native, "kernels", kernels if compiled else lambda: None)
 
 
 def step(weight, format, compiled=True):
@@ -140,7 +140,7 @@ def test_bf16_without_compiled_kernels(rows, onednn, monkeypatch):
     if onednn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this processor has no AVX-512: oneDNN does not pack bf16")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
-    monkeypatch.setattr(linear, "kernels", lambda: None)
+    monkeypatch.setattr(native, "kernels", lambda: None)
     x, weight, bias = problem(rows, 64, 48, True, "bfloat16")
     plus = torch.ones(rows, 48, dtype=torch.bfloat16)
     want = F.linear(x.double(), weight.double(), bias.double())
@@ -294,7 +294,7 @@ def test_auto_is_the_fastest_format_and_is_logged(amx, avx512, compiled, chosen,
     """Nothing is timed: what else the machine does cannot matter."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    monkeypatch.setattr(linear, "kernels", lambda: object() if compiled else None)
+    monkeypatch.setattr(native, "kernels", lambda: object() if compiled else None)
     source = SourceModel.open(tiny_models["llama"])
     assert loading.choose_format("auto", source, torch.device("cpu")) == chosen
     line = capsys.readouterr().err

@@ -21,7 +21,9 @@ from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.decompressed_keys import decompressed_keys_bytes
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Coded, Plain, RowFormat, row_format
+from mlaforge.ops.row_formats import row_format, row_format_type
+from mlaforge.ops.row_formats.format import RowFormat
+from mlaforge.ops.row_formats.plain import Plain, dtype_name
 from mlaforge.runtime import UserError, on_device
 
 
@@ -34,7 +36,7 @@ class LayerCache:
     """What a layer caches per token.
 
     kind         gqa, latent or latent_rope
-    format       how a row is stored (ops/row_format.py)
+    format       how a row is stored (ops/row_formats/)
     group        number of the layer's cache group
     index_bytes  bytes of the index key that a sparse layer caches too
     key_width    elements of a decompressed key where those are cached too, for some of the tokens
@@ -53,12 +55,12 @@ class LayerCache:
 
     def block_bytes(self, block_size: int) -> int:
         key_bytes = decompressed_keys_bytes(block_size, self.key_width) if self.key_width else 0
-        return self.format.unit_bytes * block_size // self.format.tokens + self.index_bytes * block_size + key_bytes
+        return self.format.bytes(block_size) + self.index_bytes * block_size + key_bytes
 
     def unquantized_block_bytes(self, block_size: int) -> int:
         """Bytes of a block whose rows are not quantized."""
         plain = isinstance(self.format, Plain)
-        return self.block_bytes(block_size) if plain else 2 * self.width * block_size
+        return self.block_bytes(block_size) if plain else self.format.unquantized_bytes(block_size)
 
 
 def layer_caches(
@@ -68,7 +70,7 @@ def layer_caches(
 
     config          the model's config, converted or not
     dtype           what the model computes in
-    kv_cache_dtype  a name of ops/row_format.py, or auto or coded
+    kv_cache_dtype  a name of ops/row_formats/, or auto
     cache_keys      cache decompressed keys where layers are sparse
 
     Raises UserError for a format that does not suit a layer.
@@ -76,22 +78,25 @@ def layer_caches(
     kinds = getattr(config, "mla_layer_types", None) or ["gqa"] * spec.num_layers
     codes: list[list[int]] = getattr(config, "mla_code_counts", None) or [[]] * spec.num_layers
     sparse = getattr(config, "index_kind", None) is not None
-    if kv_cache_dtype == "coded" and not any(codes):
+    chosen = row_format_type(kv_cache_dtype) if kv_cache_dtype != "auto" else None
+    if chosen is not None and chosen.coded and not any(codes):
         raise UserError("kv_cache_dtype coded is for models that were converted with --bits; use auto")
     windows = sorted({layer.window for layer in spec.layers}, key=lambda w: (w is not None, w))
     layers = []
     for index, (layer, kind) in enumerate(zip(spec.layers, kinds, strict=True)):
         if kind == "gqa":
-            parts = [layer.head_dim] * (2 * layer.num_kv_heads)
+            groups = [layer.head_dim] * (2 * layer.num_kv_heads)
         else:
-            if codes[index] and kv_cache_dtype not in ("auto", "coded", "bf16"):
+            if codes[index] and chosen is not None and not chosen.coded and kv_cache_dtype != "bf16":
                 raise UserError(f"kv_cache_dtype {kv_cache_dtype} is not for coded rows; use auto, coded or bf16")
-            if kv_cache_dtype == "int4":
-                raise UserError(f"kv_cache_dtype int4 is for grouped-query layers; layer {index} is {kind}: use int8")
-            parts = [config.mla_kv_lora_ranks[index], *([config.qk_rope_head_dim] if kind == "latent_rope" else [])]
-        format: RowFormat = row_format("auto" if kv_cache_dtype == "coded" else kv_cache_dtype, parts, dtype)
-        if codes[index] and kv_cache_dtype != "bf16":
-            format = Coded(tuple(codes[index]), sum(parts[1:]))
+            if chosen is not None and chosen.grouped_query_only:
+                raise UserError(
+                    f"kv_cache_dtype {kv_cache_dtype} is for grouped-query layers; layer {index} is {kind}: use int8"
+                )
+            groups = [config.mla_kv_lora_ranks[index], *([config.qk_rope_head_dim] if kind == "latent_rope" else [])]
+        # Without a code of its own a layer of a coded model has plain rows.
+        name = "auto" if chosen is None or chosen.coded else kv_cache_dtype
+        format = row_format(name, groups, dtype_name(dtype), codes[index])
         index_bytes = config.index_head_dim if sparse and config.indexer_types[index] == "full" else 0
         if index_bytes and format.newest_unquantized:
             raise UserError(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import torch
 
 from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.cache.device_tables import DeviceTables
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.host_view import Runs
 from mlaforge.runtime import on_device, uploaded
 
 
@@ -139,48 +142,24 @@ def _host_table(tables: Sequence[Sequence[int]], device: torch.device) -> torch.
     return uploaded(table_SB, device)
 
 
-SlotRuns = tuple[tuple[int, int], ...]
+def select_view(
+    view: CacheView, slots_SK: torch.Tensor, positions_SK: torch.Tensor, counts: tuple[int, ...], by_sequence: bool
+) -> CacheView:
+    """Return the view of selected tokens as if their rows were all that exists: blocks of one row.
 
-
-class Runs(Sequence[SlotRuns]):
-    """CacheView.runs, computed for a sequence when it is first read: most steps never read it.
-
-    `blocks` are the lists of the block tables, which change when the step is committed: read runs before that.
+    slots_SK and positions_SK, int32, are the selection (ops/token_selection.py), `counts` its tokens per sequence. With
+    `by_sequence` the rows of sequence s count from s·K on, so that `positions_SK` is one table of positions.
     """
-
-    def __init__(self, blocks: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int):
-        self._blocks, self._lengths, self._block_size = blocks, lengths, block_size
-        self._computed: dict[int, SlotRuns] = {}
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    @overload
-    def __getitem__(self, index: int) -> SlotRuns: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[SlotRuns, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> SlotRuns | tuple[SlotRuns, ...]:
-        selected = range(len(self))[index]
-        if isinstance(selected, range):
-            return tuple(self[sequence] for sequence in selected)
-        if selected not in self._computed:
-            self._computed[selected] = _runs(self._blocks[selected], self._lengths[selected], self._block_size)
-        return self._computed[selected]
+    first_S, lengths_S = _bounds(counts, slots_SK.shape[1] if by_sequence else 0, slots_SK.device)
+    return dataclasses.replace(
+        view, block_table_SB=slots_SK, first_S=first_S, seq_lens_S=lengths_S, block_size=1, runs=(),
+        positions_SK=positions_SK, counts=counts, lengths=counts,
+    )  # fmt: skip
 
 
-def _runs(blocks: Sequence[int], rows: int, size: int) -> SlotRuns:
-    """Runs of consecutive slots (start, length) that hold the first `rows` rows of `blocks`."""
-    needed = blocks[: -(-rows // size)]
-    if needed == list(range(needed[0], needed[0] + len(needed))):
-        # The common case, and many times faster to detect than block by block.
-        return ((needed[0] * size, rows),)
-    runs: list[tuple[int, int]] = []
-    begin = 0
-    for end in range(1, len(needed) + 1):
-        if end == len(needed) or needed[end] != needed[end - 1] + 1:
-            # The last block may be partly filled.
-            runs.append((needed[begin] * size, min(end * size, rows) - begin * size))
-            begin = end
-    return tuple(runs)
+@functools.lru_cache(maxsize=64)
+def _bounds(counts: tuple[int, ...], row_stride: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return first rows and ends, int32 [S]. Cached: they repeat from layer to layer and step to step."""
+    first = [s * row_stride for s in range(len(counts))]
+    last = [start + count for start, count in zip(first, counts, strict=True)]
+    return on_device(first, torch.int32, device), on_device(last, torch.int32, device)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,36 +26,31 @@ from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import rotate
 from mlaforge.ops.attention_mass import attention_with_mass, last_query_row, probe_attention_mass
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.native import kernels, pack
+from mlaforge.ops.host_view import host_view
+from mlaforge.ops.latent_attention import LATENT, LATENT_ROPE, LatentWeights
 from mlaforge.ops.packed_attention import packed_attention
 from mlaforge.ops.paged_attention import capturable, paged_attention
-from mlaforge.ops.paged_rows import PagedRows, native_reads, native_rows
+from mlaforge.ops.paged_rows import PagedRows, native_reads
+from mlaforge.ops.rope_and_store import OP as ROPE_AND_STORE
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Step:
-    """What the attention layers need of a step.
+    """A step in progress: what the attention layers need besides their view.
 
     rotation_N1P  a column per rotary pair, cos + i sin (rotary_embedding.py); `cos_N1P` and `sin_N1P` are its parts in
                   `dtype`
-    selections    token selections, passed from sparse layers to later ones
-    sparse_views  views of the layers with full attention, in their order; under a sparse view no layer selects tokens
+    selections    token selections, passed from sparse layers to later ones; under a sparse view no layer selects
     """
 
     batch: Batch
     rotation_N1P: Tensor
     dtype: torch.dtype
-    selections: Selections = dataclasses.field(default_factory=dict)
-    sparse_views: Iterator[CacheView] = dataclasses.field(default_factory=lambda: iter(()))
+    selections: Selections = dataclasses.field(default_factory=Selections)
 
     def probe(self, view: CacheView) -> AttentionProbe | None:
         """The probe that a layer with this view must record to, if any."""
         return self.batch.probe if view.window is None else None
-
-    def view(self, group: int) -> CacheView:
-        """The view of the next layer, whose cache is of this group."""
-        view = self.batch.views[group]
-        return next(self.sparse_views) if self.batch.sparse_views and view.window is None else view
 
     @functools.cached_property
     def cos_N1P(self) -> Tensor:
@@ -69,7 +63,7 @@ class Step:
     @classmethod
     def make(cls, batch: Batch, rotary_embedding: RotaryEmbedding) -> Step:
         rotation_N1P = rotary_embedding(batch.positions_N, max(view.max_seq_len for view in batch.views))
-        return cls(batch, rotation_N1P, rotary_embedding.dtype, sparse_views=iter(batch.sparse_views))
+        return cls(batch, rotation_N1P, rotary_embedding.dtype)
 
 
 def interleaved(head_dim: int) -> Tensor:
@@ -100,8 +94,10 @@ class PagedGroupedQueryAttention:
         self.o_proj = fused([attention.o_proj], format)
         self.sinks = attention.sinks if sinks else None
         self.sparse = make_indexer(attention, self.num_heads, rows, self.sinks, order=order)
-        native = kernels() if native_reads(rows) else None
-        self.rope_and_store = native.rope_and_store.default if native is not None else None
+        example = torch.empty(
+            0, self.num_heads * self.head_dim + rows.format.width, dtype=rows.dtype, device=rows.device
+        )
+        self.rope_and_store = ROPE_AND_STORE.bind(example, None, rows)
 
     def bind_cache(self, rows: PagedRows) -> None:
         """Use `rows` as the cache from now on."""
@@ -110,22 +106,16 @@ class PagedGroupedQueryAttention:
         if rows.direct:
             self.k_LGD, self.v_LGD = rows.packed.view(-1, 2, self.num_kv_heads, self.head_dim).unbind(1)
 
-    def __call__(self, normed_NC: Tensor, step: Step, residual_NC: Tensor | None) -> Tensor:
-        """Return the layer's output for normed hidden states, plus `residual_NC`."""
-        view = step.view(self.group)
+    def __call__(self, normed_NC: Tensor, view: CacheView, step: Step, residual_NC: Tensor | None) -> Tensor:
+        """Return the layer's output for normed hidden states, plus `residual_NC`. `view`: of the layer's group."""
         N, H, G, D = normed_NC.shape[0], self.num_heads, self.num_kv_heads, self.head_dim
         qkv = self.qkv(normed_NC)
         qk_NHD = qkv[:, : (H + G) * D].view(N, H + G, D)
         if self.norms:
             for norm, part in zip(self.norms, qk_NHD.split([H, G], dim=1), strict=True):
                 part.copy_(norm(part))
-        if self.rope_and_store is not None:
-            self.rope_and_store(qkv, step.rotation_N1P, *native_rows(self.rows), view.slots_N, H + G, D)
-        else:
-            rotated = torch.view_as_complex(qk_NHD.float().view(N, H + G, -1, 2)) * step.rotation_N1P
-            # In place, so that the row to cache follows the queries in memory.
-            qk_NHD.copy_(torch.view_as_real(rotated).view(N, H + G, D))
-            self.rows.write(view.slots_N, qkv[:, H * D :])
+        # In place, so that the row to cache follows the queries in memory.
+        self.rope_and_store(qkv, step.rotation_N1P, self.rows, view.slots_N, H + G, D)
         if view.packs_2K is not None:
             self.rows.pack(view.packs_2K, view.block_size)
         probe = step.probe(view)
@@ -141,12 +131,11 @@ class PagedGroupedQueryAttention:
     def _attend(self, q_NHD: Tensor, probe: AttentionProbe | None, view: CacheView) -> tuple[Tensor, Tensor]:
         """As ops.paged_attention; records to `probe`."""
         if probe is not None:
-            probe_args = q_NHD, self.rows, self.num_kv_heads, view, self.scaling, probe.sequences
-            if (fused_result := attention_with_mass(*probe_args)) is not None:
-                out_NHD, lse_NH, attention_mass = fused_result
-                probe.layers.append(attention_mass)
-                return out_NHD, lse_NH
-            probe.layers.append(probe_attention_mass(*probe_args))
+            out_NHD, lse_NH, attention_mass = attention_with_mass(
+                q_NHD, self.rows, self.num_kv_heads, view, self.scaling, probe.sequences
+            )
+            probe.layers.append(attention_mass)
+            return out_NHD, lse_NH
         if self.k_LGD is not None and self.v_LGD is not None:
             return paged_attention(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
         return packed_attention(q_NHD, self.rows, view, self.scaling)
@@ -177,7 +166,7 @@ class PagedLatentAttention:
             delattr(attention, name)
         sinks = attention.sinks if attention.config.mla_sinks else None
         self.sparse = make_indexer(attention, attention.num_heads, rows, sinks, reads_positions=not attention.rope_dim)
-        self.native = NativeLatent.of(attention, rows)
+        self.fused = FusedLatent.of(attention, rows)
         # On a CPU arithmetic limits the product with decompressed keys and values.
         self.latent = attention.float() if rows.packed.device.type == "cpu" else attention
 
@@ -185,9 +174,9 @@ class PagedLatentAttention:
         """Use `rows` as the cache from now on."""
         self.rows = rows
 
-    def __call__(self, normed_NC: Tensor, step: Step, residual_NC: Tensor | None) -> Tensor:
-        """Return the layer's output for normed hidden states, plus `residual_NC`."""
-        latent, view = self.latent, step.view(self.group)
+    def __call__(self, normed_NC: Tensor, view: CacheView, step: Step, residual_NC: Tensor | None) -> Tensor:
+        """Return the layer's output for normed hidden states, plus `residual_NC`. `view`: of the layer's group."""
+        latent = self.latent
         N, W = normed_NC.shape[0], self.widths[1]
         q_kv_NX = self.q_kv_a(normed_NC)
         q, row_NW = q_kv_NX[:, :-W], q_kv_NX[:, -W:]
@@ -198,10 +187,10 @@ class PagedLatentAttention:
             features, query = self._index_inputs(row_NW, q) if latent.qk_norm else (row_NW, q)
             view = self.sparse(features, query, step.rotation_N1P, self.rows, view, step.selections, probe)
             probe = None
-        if self.native is not None:
+        if self.fused is not None:
             if self.q_b_proj is not None:
                 q_kv_NX = torch.cat((q, row_NW), dim=1)
-            out = self.native(q_kv_NX, step.rotation_N1P, self.rows, view)
+            out = self.fused(q_kv_NX, step.rotation_N1P, self.rows, view)
             if probe is not None:
                 probe.layers.append(self._attention_mass(q, step, view, probe.sequences))
             return self.o_proj(out, residual_NC)
@@ -246,7 +235,7 @@ class PagedLatentAttention:
         w_uk, _, b_k, _ = latent.up_projections()
         attention_mass = []
         for s in sequences:
-            row_LW = rows_view.sequence(s, rows_LW)[0][0]
+            row_LW = host_view(rows_view).sequence(s, rows_LW)[0][0]
             L, G = len(row_LW), latent.num_kv_heads
             mean_BR = row_LW[: L // size * size].view(-1, size, row_LW.shape[1]).mean(1, dtype=wide)
             at_B = torch.arange(len(mean_BR), device=rows_LW.device) * size + size // 2
@@ -294,7 +283,7 @@ class PagedLatentAttention:
         rows_LW, view = self.rows.decode(view)
         outs = []
         for index, T in enumerate(view.queries):
-            rows_1LW, mask = view.sequence(index, rows_LW)
+            rows_1LW, mask = host_view(view).sequence(index, rows_LW)
             q_1HTD = q_NHD.narrow(0, sum(view.queries[:index]), T).transpose(0, 1)[None]
             L = rows_1LW.shape[1]
             positions_L = view.positions(index, L)
@@ -307,49 +296,32 @@ class PagedLatentAttention:
         return torch.cat(outs)
 
 
-class NativeLatent:
-    """Latent attention from the projections of the input to the input of o_proj, as one kernel:
-    ops/cpu/attention/latent.h or latent_rope.h by the layer's layout."""
+class FusedLatent:
+    """Latent attention from the projections of the input to the input of o_proj, as one op: ops/latent_attention.py."""
 
     @classmethod
-    def of(cls, attention: LatentAttention, rows: PagedRows) -> NativeLatent | None:
-        """Return None where the kernels cannot run."""
-        even = attention.rank % 2 == 0 and attention.nope_dim % 2 == 0 and attention.v_dim <= 256
-        native = kernels() if native_reads(rows) and even else None
-        return None if native is None else cls(attention, native)
+    def of(cls, attention: LatentAttention, rows: PagedRows) -> FusedLatent | None:
+        """Return None where no kernel supports the layer; its module then computes with torch."""
+        if not native_reads(rows) or (weights := LatentWeights.of(attention)) is None:
+            return None
+        return cls(attention, weights, rows)
 
-    def __init__(self, attention: LatentAttention, native: Any):
-        w_uk, w_uv, b_k, b_v = attention.up_projections()
-        self.scaling, self.rope_dim = attention.scaling, attention.rope_dim
-        if self.rope_dim:
-            self.kernel, self.rope_index = native.latent_rope.default, attention.rope_index
-            # Multiplies the queries, head by head.
-            self.w_uk = torch.stack([pack(weight.T) for weight in w_uk])
-            self.b_k = b_k.float().contiguous()
-        else:
-            self.kernel, self.table = native.latent.default, attention.table
-            # Multiplies the cached rows, which the kernel pads to full tiles.
-            self.w_uk, self.b_k = pack(w_uk.flatten(0, 1), 32), b_k.flatten().bfloat16()
-            norms = (attention.q_norm, attention.k_norm) if attention.qk_norm else ()
-            self.norms: list[Tensor | None] = [norm.weight.detach().bfloat16() for norm in norms] or [None, None]
-            self.eps = norms[0].eps if norms else 0.0
-        self.w_uv = torch.stack([pack(weight) for weight in w_uv])
-        self.b_v = b_v.float().contiguous()
-        self.sinks = attention.sinks.detach().float() if attention.config.mla_sinks else None
+    def __init__(self, attention: LatentAttention, weights: LatentWeights, rows: PagedRows):
+        self.weights, self.scaling, self.table = weights, attention.scaling, attention.table
+        example = torch.empty(0, 0, dtype=rows.dtype, device=rows.device)
+        self.rope_dim = attention.rope_dim
+        self.op = (
+            LATENT_ROPE.bind(example, None, weights, rows) if self.rope_dim
+            else LATENT.bind(example, None, None, weights, rows)
+        )  # fmt: skip
 
-    def __call__(self, qkv_NX: Tensor, rotation_N1P: Tensor, rows: PagedRows, view: CacheView) -> Tensor:
+    def __call__(self, q_kv_NX: Tensor, rotation_N1P: Tensor, rows: PagedRows, view: CacheView) -> Tensor:
         """Return [N, H·V] for queries and the row to cache, concatenated; write the rows to the cache."""
-        table = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size)
-        step = (self.sinks, *native_rows(rows), view.slots_N, *table, view.window or 0, self.scaling, view.tree_Tn)
-        weights = (self.w_uk, self.w_uv, self.b_k, self.b_v)
         if self.rope_dim:
-            out: Tensor = self.kernel(qkv_NX, rotation_N1P, self.rope_index, *weights, *step)
+            out: Tensor = self.op(q_kv_NX, rotation_N1P, self.weights, rows, view, self.scaling)
         else:
             cos, sin = (table[0] for table in self.table(view.max_seq_len, rotation_N1P.real))
-            cached_keys = (
-                () if rows.decompressed_keys is None else (rows.decompressed_keys.keys, rows.decompressed_keys.metadata)
-            )
-            out = self.kernel(qkv_NX, cos, sin, *weights, *self.norms, self.eps, *step, view.positions_SK, *cached_keys)
+            out = self.op(q_kv_NX, cos, sin, self.weights, rows, view, self.scaling)
         return out
 
 

@@ -68,6 +68,14 @@ class Batch:
     sparse_views: tuple[CacheView, ...] = ()
     probe: AttentionProbe | None = None
 
+    def layer_views(self, groups: Sequence[int]) -> list[CacheView]:
+        """Return the view of each layer; `groups` are the numbers of their cache groups."""
+        views = [self.views[group] for group in groups]
+        if not self.sparse_views:
+            return views
+        sparse_views = iter(self.sparse_views)
+        return [next(sparse_views) if view.window is None else view for view in views]
+
 
 def make_batch(
     chunks: Sequence[Chunk], tables: Tables, device: torch.device, groups: Sequence[int] | None = None

@@ -6,22 +6,54 @@ with the queries of all heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from mlaforge.engine.cache.view import select_view
 from mlaforge.engine.execution.batch import AttentionProbe
 from mlaforge.modeling.token_index_mla import SparseLayer
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Coded
-from mlaforge.ops.token_selection import TokenIndex, narrowed
+from mlaforge.ops.row_formats.coded import Coded
+from mlaforge.ops.token_selection import SELECT_TOKENS, WRITE_INDEX, TokenIndex
 
-# Slots and positions that the last layer with an index selected in a step, by the number of tokens of each sequence.
-# Later layers without an index read them.
-Selections = dict[tuple[int, ...], tuple[Tensor, Tensor]]
 # In a table of positions for all sequences, those of one begin at multiples of this: the chunk size of the kernels.
 ROW_ALIGNMENT = 256
+
+
+# Number of tokens that a step reads of each sequence.
+Counts = tuple[int, ...]
+
+
+class Selections:
+    """Selections of a step in progress: layers without an index read what the last layer with one selected."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, int], Counts | None] = {}
+        self._selected: dict[Counts, tuple[Tensor, Tensor]] = {}
+
+    def counts(self, view: CacheView, topk: int, window: int) -> Counts | None:
+        """Number of tokens per sequence that a sparse layer with this budget reads, if it always reads the newest
+        `window`; None if it reads all tokens. Steps longer than the window read all: no token could be left out. Sparse
+        layers share one view, so this is computed once per step."""
+        if (topk, window) not in self._counts:
+            counts = tuple(
+                min(length, topk) if sparse and window >= T else length
+                for length, T, sparse in zip(view.lengths, view.queries, view.generating, strict=True)
+            ) if any(view.generating) else view.lengths  # fmt: skip
+            self._counts[topk, window] = None if counts == view.lengths else counts
+        return self._counts[topk, window]
+
+    def set(self, counts: Counts, slots_SK: Tensor, positions_SK: Tensor) -> None:
+        """Store the selection of a layer with an index, for itself and the layers after it."""
+        self._selected[counts] = slots_SK, positions_SK
+
+    def get(self, counts: Counts) -> tuple[Tensor, Tensor]:
+        """Return slots and positions, int32 [S, K], of the last layer with an index."""
+        return self._selected[counts]
 
 
 class Indexer:
@@ -32,7 +64,7 @@ class Indexer:
     """
 
     def __init__(
-        self, sparse: SparseLayer, heads: int, halves: Tensor | None, sinks: Tensor | None,
+        self, sparse: SparseLayer, heads: int, rows: PagedRows, halves: Tensor | None, sinks: Tensor | None,
         order: Tensor | None = None, reads_positions: bool = False,
     ):  # fmt: skip
         pattern, self.topk, self.reads_positions = sparse.sparsity, sparse.topk, reads_positions
@@ -49,6 +81,12 @@ class Indexer:
             order is not None, None if sinks is None else sinks.detach().float(), pattern.sink, pattern.window,
             pattern.stride, sparse.topk,
         )  # fmt: skip
+        self.write: Callable[..., None] = WRITE_INDEX
+        self.select: Callable[..., tuple[Tensor, Tensor]] = SELECT_TOKENS
+        if rows.device.type == "cpu":
+            example = torch.empty(0, 1, dtype=rows.dtype)
+            self.write = WRITE_INDEX.bind(example, self.index, None, rows.index)
+            self.select = SELECT_TOKENS.bind(example, self.index, None, rows.index)
 
     def __call__(
         self, features_NF: Tensor | None, q_NX: Tensor, rotation_N1P: Tensor, rows: PagedRows, view: CacheView,
@@ -57,25 +95,24 @@ class Indexer:
         """Return the view of what this step's tokens read.
 
         features_NF  input of the index keys; only layers with an index need it
-        selections   selections of the step so far, passed from layer to layer
         probe        records what the index selects, even where the step reads more
         """
         if self.index is not None:
             assert rows.index is not None and features_NF is not None
-            self.index.write(rows.index, features_NF, rotation_N1P, view.slots_N)
-        counts = view.selected_counts(self.topk, self.window)
+            self.write(features_NF, self.index, rotation_N1P, rows.index, view.slots_N)
+        counts = selections.counts(view, self.topk, self.window)
         probe_counts = None if probe is None else self._probe_counts(view, counts, probe.sequences)
         if self.index is not None:
             assert rows.index is not None
             alignment = ROW_ALIGNMENT if self.reads_positions else 1
             for topk in {topk for topk in (counts, probe_counts) if topk is not None}:
-                selections[topk] = self.index.choose(rows.index, q_NX, rotation_N1P, view, topk, alignment)
+                selections.set(topk, *self.select(q_NX, self.index, rotation_N1P, rows.index, view, topk, alignment))
         if probe is not None and probe_counts is not None:
-            positions_SK = selections[probe_counts][1]
+            positions_SK = selections.get(probe_counts)[1]
             probe.layers.append([positions_SK[s, : probe_counts[s]] for s in probe.sequences])
-        return view if counts is None else narrowed(view, *selections[counts], counts, self.reads_positions)
+        return view if counts is None else select_view(view, *selections.get(counts), counts, self.reads_positions)
 
-    def _probe_counts(self, view: CacheView, counts: tuple[int, ...] | None, sequences: list[int]) -> tuple[int, ...]:
+    def _probe_counts(self, view: CacheView, counts: Counts | None, sequences: list[int]) -> Counts:
         """Tokens to select for the probed sequences: as many as the step reads of each sequence, else of the probed
         only."""
         probed = {s: min(view.lengths[s], self.topk) for s in sequences}
@@ -91,4 +128,4 @@ def make_indexer(attention: Any, heads: int, rows: PagedRows, sinks: Tensor | No
         return None
     if isinstance(rows.format, Coded) and not attention.qk_norm:
         halves = rows.format.code.halves(rows.packed.device).float()
-    return Indexer(sparse, heads, halves, sinks, **options)
+    return Indexer(sparse, heads, rows, halves, sinks, **options)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mlaforge.ops.native import kernels, pack
+from mlaforge.ops import native
+from mlaforge.ops.linear import LINEAR, LINEAR_INT4, LINEAR_INT8
+from mlaforge.ops.native import pack
 from mlaforge.ops.rounded_weights import packed4, packed8
 from mlaforge.runtime import UserError
 
@@ -80,8 +82,9 @@ def _bfloat16(weight_MK: Tensor, out_fp32: bool) -> Product:
     """Our own kernel where it is compiled, else oneDNN's, which packs from AVX-512 on only: 1.3 to 1.5 times the speed
     of F.linear at one to eight rows."""
     M, K = weight_MK.shape
-    if (native := kernels()) is not None and K % 2 == 0:
-        native_packed, native_product = pack(weight_MK), native.linear.default
+    if native.is_available() and K % 2 == 0:
+        native_packed = pack(weight_MK)
+        native_product = LINEAR.bind(weight_MK.new_empty(0, K), native_packed)
         return lambda x, bias, residual: native_product(x, native_packed, M, bias, residual, out_fp32)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return _plain(weight_MK, out_fp32)
@@ -98,11 +101,12 @@ def _bfloat16(weight_MK: Tensor, out_fp32: bool) -> Product:
 
 def _quantized(weight_MK: Tensor, format: str, out_fp32: bool) -> Product:
     """Our own kernels where they are compiled, else torch's."""
-    if (native := kernels()) is None:
+    if not native.is_available():
         return _torch_int4(weight_MK) if format == "int4" else _torch_int8(weight_MK)
     M = len(weight_MK)
     packed, scale = (packed4 if format == "int4" else packed8)(weight_MK)
-    product = (native.linear_int4 if format == "int4" else native.linear_int8).default
+    op = LINEAR_INT4 if format == "int4" else LINEAR_INT8
+    product = op.bind(torch.empty(0, 0, dtype=QUANTIZED[format]), packed, scale)
     return lambda x, bias, residual: product(x, packed, scale, M, bias, residual, out_fp32)
 
 
@@ -175,4 +179,4 @@ def bfloat16_unit() -> str | None:
         return "AMX"
     if torch.cpu._is_avx512_bf16_supported():
         return "AVX-512 BF16"
-    return None if kernels() is None else "compiled kernels"
+    return "compiled kernels" if native.is_available() else None

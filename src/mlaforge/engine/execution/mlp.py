@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.engine.execution.linear import PackedLinear, fused
+from mlaforge.engine.execution.linear import QUANTIZED, PackedLinear, fused
+from mlaforge.ops import native
+from mlaforge.ops.elementwise import SILU_MUL
 from mlaforge.ops.mxfp4_experts import OP, Mxfp4Experts
-from mlaforge.ops.native import kernels
 
 
 class GatedMlp:
@@ -23,14 +24,17 @@ class GatedMlp:
         self.gate_up = fused([mlp.gate_proj, mlp.up_proj], format)
         self.down = fused([mlp.down_proj], format)
         self.act = mlp.act_fn
-        native = kernels() if mlp.gate_proj.weight.device.type == "cpu" else None
+        weight = mlp.gate_proj.weight
         # transformers has its own class besides torch's.
         silu = type(self.act).__name__ in ("SiLU", "SiLUActivation")
-        self.silu_mul = native.silu_mul.default if native is not None and silu else None
+        dtype = QUANTIZED.get(format, weight.dtype)
+        # Elsewhere two of torch's kernels round between them, as the model's class does.
+        fused_act = silu and weight.device.type == "cpu" and dtype == torch.bfloat16 and native.is_available()
+        self.silu_mul = SILU_MUL.bind(weight.new_empty(0, 0, dtype=dtype)) if fused_act else None
 
     def __call__(self, normed_NC: Tensor, residual_NC: Tensor) -> Tensor:
         gate_up = self.gate_up(normed_NC)
-        if self.silu_mul is not None and gate_up.dtype == torch.bfloat16:
+        if self.silu_mul is not None:
             return self.down(self.silu_mul(gate_up), residual_NC)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down(self.act(gate).mul_(up), residual_NC)

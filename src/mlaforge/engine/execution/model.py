@@ -21,7 +21,9 @@ from mlaforge.engine.execution.linear import QUANTIZED, bfloat16_unit, vocabular
 from mlaforge.engine.execution.mlp import Mlp, make_mlp
 from mlaforge.engine.execution.weight_bytes import weight_bytes
 from mlaforge.modeling.eagle3 import AFTER_NORM
-from mlaforge.ops.native import kernels
+from mlaforge.ops import native
+from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.elementwise import RMS_NORM
 from mlaforge.runtime import log, progress, resolve_dtype
 
 # The last line on standard error when a weight file is truncated during use; the exit code is 2.
@@ -57,12 +59,12 @@ class RmsNorm:
         self.eps = norm.variance_epsilon
         self.twice = torch.cat((self.weight, torch.zeros_like(self.weight)))
         self.bias = torch.zeros_like(self.twice)
-        native = kernels() if self.weight.dtype == torch.bfloat16 else None
-        self.native = None if native is None else native.rms_norm.default
+        fused = self.weight.dtype == torch.bfloat16 and native.is_available()
+        self.rms_norm = RMS_NORM.bind(self.weight[:0], self.weight, self.eps) if fused else None
 
     def __call__(self, x_NC: Tensor) -> Tensor:
-        if self.native is not None:
-            normed: Tensor = self.native(x_NC, self.weight, self.eps)
+        if self.rms_norm is not None:
+            normed: Tensor = self.rms_norm(x_NC, self.weight, self.eps)
             return normed
         C = x_NC.shape[-1]
         return F.layer_norm(torch.cat((x_NC, -x_NC), dim=-1), (2 * C,), self.twice, self.bias, self.eps)[..., :C]
@@ -81,8 +83,8 @@ class Layer:
     post_attention_norm: Any
     mlp: Mlp
 
-    def __call__(self, hidden_NC: Tensor, step: Step) -> Tensor:
-        hidden_NC = self.attention(self.input_norm(hidden_NC), step, hidden_NC)
+    def __call__(self, hidden_NC: Tensor, view: CacheView, step: Step) -> Tensor:
+        hidden_NC = self.attention(self.input_norm(hidden_NC), view, step, hidden_NC)
         return self.mlp(self.post_attention_norm(hidden_NC), hidden_NC)
 
 
@@ -110,7 +112,7 @@ class EngineModel:
     def load(self, paged_attention: Callable[[int, Any], PagedAttention]) -> None:
         """Load layer after layer; `paged_attention(index, self_attn)` returns the replacement of a layer's
         attention."""
-        if self.device.type == "cpu" and (native := kernels()) is not None:
+        if self.device.type == "cpu":
             # Packed experts and weights that are stored in the dtype of their use stay mapped from the files.
             native.install_sigbus_handler(SHRUNK)
         with self._stream as stream:
@@ -151,10 +153,11 @@ class EngineModel:
         follow."""
         hidden_NC = F.embedding(token_ids_N, self.embedding)
         captured = {}
-        for index, layer in enumerate(self.layers):
+        views = step.batch.layer_views([layer.attention.group for layer in self.layers])
+        for index, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
             if index in self.boundaries:
                 captured[index] = hidden_NC
-            hidden_NC = layer(hidden_NC, step)
+            hidden_NC = layer(hidden_NC, view, step)
         if not self.boundaries:
             return hidden_NC
         captured[len(self.layers)] = hidden_NC

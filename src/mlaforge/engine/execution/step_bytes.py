@@ -58,7 +58,7 @@ class StepBytesModel:
                 packed = isinstance(module.mlp, Mxfp4Mixture)
                 self._experts[layer.moe, layer.mlp_params * (layer.mlp_bits if packed else bits) / 8] += 1
             reads = float(windows[cache.group] or math.inf), float(layer_plan.topk or math.inf)
-            rows[reads] += cache.format.unit_bytes / cache.format.tokens
+            rows[reads] += cache.format.bytes_per_token
             indices[reads] += cache.index_bytes
         self._layers = [_Layers(*reads, row, indices[reads]) for reads, row in rows.items()]
 

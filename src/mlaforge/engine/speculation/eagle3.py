@@ -35,9 +35,9 @@ from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
 from mlaforge.engine.speculation.drafter import Draft, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
-from mlaforge.ops.native import kernels
+from mlaforge.ops import native
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_format import Plain
+from mlaforge.ops.row_formats.plain import Plain, dtype_name
 from mlaforge.runtime import on_device
 
 # Most children of a tree node, and most nodes of a level that get children.
@@ -48,7 +48,8 @@ MakeBatch = Callable[[list[Chunk]], Batch]
 
 def head_cache(config: Eagle3Config, group: int, dtype: torch.dtype) -> LayerCache:
     """Cache layer of the head in cache group `group`: rows are always in the model's dtype."""
-    return LayerCache("gqa", Plain(2 * config.layer.num_key_value_heads * config.layer.head_dim, dtype), group)
+    width = 2 * config.layer.num_key_value_heads * config.layer.head_dim
+    return LayerCache("gqa", Plain(width, dtype_name(dtype)), group)
 
 
 def head_format(format: str, device: torch.device) -> str:
@@ -57,7 +58,7 @@ def head_format(format: str, device: torch.device) -> str:
     Drafting a token costs about the time to read the head's weights. Rounding them changes no token of the model and
     hardly changes the drafts (docs/draft.md).
     """
-    return "int8" if format == "bfloat16" and device.type == "cpu" and kernels() is not None else format
+    return "int8" if format == "bfloat16" and device.type == "cpu" and native.is_available() else format
 
 
 def _converted(head: Eagle3Head, dtype: torch.dtype, format: str) -> Eagle3Head:
@@ -318,10 +319,11 @@ class EagleDrafter:
         embedded_NC = self.input_norm(F.embedding(ids_N, self.embedding))
         attention_input = torch.cat((embedded_NC, normed_NC), dim=-1)
         residual_NC = normed_NC if self.config.norm_before_residual else hidden_NC
-        hidden_NC = self.attention(attention_input, step, residual_NC)
+        view = batch.views[self.attention.group]
+        hidden_NC = self.attention(attention_input, view, step, residual_NC)
         if outputs is not None:
             # Computed again without the residual: subtracting it would lose digits.
-            outputs["attn_out"] = self.attention(attention_input, step, torch.zeros_like(residual_NC))
+            outputs["attn_out"] = self.attention(attention_input, view, step, torch.zeros_like(residual_NC))
             outputs["ffn_out"] = self.mlp(self.post_attention_norm(hidden_NC), torch.zeros_like(hidden_NC))
         return self.mlp(self.post_attention_norm(hidden_NC), hidden_NC)
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.kv_cache import Cache
+from mlaforge.engine.cache.view import select_view
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.execution.batch import AttentionProbe, Batch, Chunk, make_batch
 from mlaforge.engine.execution.model import EngineModel, Layer
@@ -36,9 +37,8 @@ from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import NO_TOKEN, Sampler, checked, likeliest, rejection_sampled
 from mlaforge.engine.speculation.drafter import Draft, Drafter, TreeDrafter
 from mlaforge.engine.speculation.policy import DraftPolicy
+from mlaforge.ops import native
 from mlaforge.ops.attention_mass import top_tokens
-from mlaforge.ops.native import kernels
-from mlaforge.ops.token_selection import narrowed
 from mlaforge.runtime import UserError, on_device, uploaded
 
 
@@ -97,7 +97,7 @@ def sparse_view_format(config: EngineConfig, model: EngineModel) -> str:
         return format
     # Experts are most of a model: a second copy of them takes too much memory.
     experts = any(layer.moe for layer in model.spec.layers)
-    return "int4" if quantizable and not experts and kernels() is not None else model.format
+    return "int4" if quantizable and not experts and native.is_available() else model.format
 
 
 # Looks up a draft of at most so many tokens by prompt lookup.
@@ -376,7 +376,7 @@ class SparseViewDrafter:
         assert self.group is not None
         full, stops = batch.views[self.group], [chunk.stop for chunk in chunks]
         sparse = tuple(
-            narrowed(full, slots_SK, positions_SK, tuple(map(operator.add, stops, surplus)), True)
+            select_view(full, slots_SK, positions_SK, tuple(map(operator.add, stops, surplus)), True)
             for slots_SK, positions_SK, surplus in zip(views.slots_LSK, views.positions_LSK, views.surplus, strict=True)
         )
         return dataclasses.replace(batch, sparse_views=sparse)

@@ -1,12 +1,9 @@
 // CPU kernels for bf16: products with packed weights, attention over the paged cache, and the elementwise ops between them.
-// Compiled on first use by ops/native.py, once per form; FORM names the library. The references are in Python. Threads are
+// Compiled by ops/kernel_library.py, once per form; FORM names the library. The references are in Python. Threads are
 // torch's.
 #include <torch/library.h>
 
-#include "attention/decode.h"
-#include "attention/latent.h"
-#include "attention/latent_rope.h"
-#include "attention/rope_and_store.h"
+#include "attention/bindings.h"
 #include "attention/token_selection.h"
 #include "experts/mixture_mxfp4.h"
 #include "experts/unpack_mxfp4.h"
@@ -70,13 +67,13 @@ LIBRARY_OF_CPU(FORM, m) {
   m.impl("mixture_mxfp4", mixture_mxfp4);
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
-  m.impl("rope_and_store", rope_and_store);
-  m.impl("pack_blocks", pack_blocks);
-  m.impl("decode", decode);
-  m.impl("decode_with_mass", decode_with_mass);
-  m.impl("attention_mass", attention_mass);
-  m.impl("latent", latent);
-  m.impl("latent_rope", latent_rope);
+  m.impl("rope_and_store", ops::rope_and_store);
+  m.impl("pack_blocks", ops::pack_blocks);
+  m.impl("decode", ops::decode);
+  m.impl("decode_with_mass", ops::decode_with_mass);
+  m.impl("attention_mass", ops::attention_mass);
+  m.impl("latent", ops::latent);
+  m.impl("latent_rope", ops::latent_rope);
   m.impl("write_index", write_index);
   m.impl("select_tokens", select_tokens);
   m.impl("unpack_mxfp4", unpack_mxfp4);

@@ -6,13 +6,9 @@
 constexpr int64_t MASS_TOKENS = 512;  // cached tokens per task
 
 // Returns [P, longest sequence], 0 beyond a sequence's last token. A row begins with the keys of all heads.
-at::Tensor attention_mass(const at::Tensor& q_PHD, const at::Tensor& rows_LW, const std::optional<at::Tensor>& unquantized_LW,
-                    at::IntArrayRef format, int64_t kv_heads, const at::Tensor& table_PB, const at::Tensor& lengths_P,
-                    int64_t block_size, double scale) {
+inline at::Tensor attention_mass(const at::Tensor& q_PHD, int64_t kv_heads, const Rows& rows, const View& view, double scale) {
   const at::Tensor q = q_PHD.to(at::kFloat, false, false, at::MemoryFormat::Contiguous).mul(scale);
   const int64_t P = q.size(0), H = q.size(1), D = q.size(2), G = kv_heads, J = H / G, width = (D + 7) / 8 * 8;
-  const Rows rows(rows_LW, unquantized_LW, format);
-  const View view{table_PB, lengths_P, at::zeros_like(lengths_P), at::empty(0), block_size, 0, std::nullopt};
   const float* queries = q.const_data_ptr<float>();
   std::vector<std::pair<int64_t, int64_t>> tasks;
   std::vector<int64_t> first_task(1, 0);  // of each query token
@@ -23,28 +19,29 @@ at::Tensor attention_mass(const at::Tensor& q_PHD, const at::Tensor& rows_LW, co
   }
   at::Tensor mass = at::zeros({P, longest}, q.options());
   float* to_mass = mass.mutable_data_ptr<float>();
-  // Per task and head: unnormalized softmax weights, their largest logit, and their sum. Reused across layers, because the
-  // OS would commit fresh memory page by page.
-  static thread_local std::vector<float> workspace;
-  workspace.resize(std::max<size_t>(workspace.size(), tasks.size() * H * (MASS_TOKENS + 2)));
-  float *weights = workspace.data(), *maxima = weights + tasks.size() * H * MASS_TOKENS, *sums = maxima + tasks.size() * H;
+  // Per task and head: unnormalized softmax weights, their largest logit, and their sum.
+  Scratch scratch;
+  const int64_t columns = int64_t(tasks.size()) * H;
+  auto* weights = scratch.get<float>(columns * MASS_TOKENS);
+  float *maxima = scratch.get<float>(columns), *sums = scratch.get<float>(columns);
   at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> q_heads(H * width);
-    std::vector<bf16> packed(MASS_TOKENS * width), scratch(rows.scratch_elements(MASS_TOKENS) + 64);
-    std::vector<int32_t> slots(MASS_TOKENS);
-    std::vector<const bf16*> row(MASS_TOKENS);
+    Scratch scratch;
+    auto* q_heads = scratch.filled(H * width, 0.0f);
+    bf16 *packed = scratch.get<bf16>(MASS_TOKENS * width), *decoded = scratch.get<bf16>(rows.scratch_elements(MASS_TOKENS));
+    auto* slots = scratch.get<int32_t>(MASS_TOKENS);
+    auto** row = scratch.get<const bf16*>(MASS_TOKENS);
     for (int64_t task = begin; task < end; ++task) {
       const auto [p, t] = tasks[task];
       const int64_t count = std::min(MASS_TOKENS, view.length(p) - t), blocks = (count + 15) / 16;
-      for (int64_t h = 0; h < H; ++h) std::copy_n(queries + (p * H + h) * D, D, q_heads.data() + h * width);
-      view.slots(p, t, count, slots.data());
-      rows.prefetch(slots.data(), count, {0, G * D});
-      rows.stage(slots.data(), count, {ColumnRange{0, G * D}}, align64(scratch.data()), row.data());
-      std::fill(row.begin() + count, row.begin() + blocks * 16, row[0]);
+      for (int64_t h = 0; h < H; ++h) std::copy_n(queries + (p * H + h) * D, D, q_heads + h * width);
+      view.slots(p, t, count, slots);
+      rows.prefetch(slots, count, {0, G * D});
+      rows.stage(slots, count, {ColumnRange{0, G * D}}, decoded, row);
+      std::fill(row + count, row + blocks * 16, row[0]);
       for (int64_t g = 0; g < G; ++g) {
-        for (int64_t b = 0; b < blocks; ++b) pack_keys(row.data() + b * 16, g * D, D, packed.data() + b * 16 * width);
-        product<false>(packed.data(), blocks, q_heads.data() + g * J * width, J, width, width,
-                       weights + (task * H + g * J) * MASS_TOKENS, MASS_TOKENS);
+        for (int64_t b = 0; b < blocks; ++b) pack_keys(row + b * 16, g * D, D, packed + b * 16 * width);
+        product<false>(packed, blocks, q_heads + g * J * width, J, width, width, weights + (task * H + g * J) * MASS_TOKENS,
+                       MASS_TOKENS);
       }
       for (int64_t h = 0; h < H; ++h) {
         float* weight = weights + (task * H + h) * MASS_TOKENS;

@@ -49,21 +49,23 @@ inline at::Tensor mass_from_weights(const ProbeWeights& probe, const View& view,
   return mass;
 }
 
-// `value_offset`: first element of the values in a row: after the keys of all heads, or 0 if values are a part of the keys.
-// `probed`: sequences, without a window, whose attention mass is returned.
-inline std::tuple<at::Tensor, at::Tensor, at::Tensor> decode_with_mass(
-    const at::Tensor& q_NHD, const at::Tensor& rows_LW, const std::optional<at::Tensor>& unquantized_LW, at::IntArrayRef format,
-    int64_t kv_heads, int64_t value_dim, int64_t value_offset, const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
-    const at::Tensor& first_S, const at::Tensor& query_start_S1, int64_t block_size, int64_t window, double scale,
-    const std::optional<at::Tensor>& tree_Tn, at::IntArrayRef probed) {
+// Where a row's KV heads are: the keys of all heads, then, from element `value_offset` on, their values. 0 if values are a part
+// of the keys.
+struct KvHeads {
+  int64_t count, value_dim, value_offset;
+};
+
+// Attention of a step's queries over `rows`. `probed`: sequences, without a window, whose attention mass is returned. Returns
+// the output, its lse, and the mass [probed sequences, longest].
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> decode_with_mass(const at::Tensor& q_NHD, const KvHeads& heads,
+                                                                       const Rows& rows, const View& view, double scale,
+                                                                       at::IntArrayRef probed) {
   const at::Tensor q = q_NHD.to(at::kFloat, false, false, at::MemoryFormat::Contiguous);
-  const int64_t N = q.size(0), H = q.size(1), D = q.size(2), G = kv_heads, V = value_dim;
-  const View view{table_SB, seq_lens_S, first_S, query_start_S1, block_size, window, tree_Tn};
+  const int64_t N = q.size(0), H = q.size(1), D = q.size(2), G = heads.count, V = heads.value_dim;
   at::Tensor out = at::empty({N, H, V}, q_NHD.options()), lse = at::empty({N, H}, q.options());
   bf16* outs = out.mutable_data_ptr<bf16>();
   float* lses = lse.mutable_data_ptr<float>();
-  Attention attention{q.const_data_ptr<float>(), H, G, D, V, {D, V, value_offset}, {rows_LW, unquantized_LW, format},
-                      view, float(scale)};
+  Attention attention{q.const_data_ptr<float>(), H, G, D, V, {D, V, heads.value_offset}, rows, view, float(scale)};
 #ifndef __AMX_TILE__
   std::optional<ProbeWeights> probe;
   if (!probed.empty()) attention.probe = &probe.emplace(view, H, probed);
@@ -78,23 +80,16 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> decode_with_mass(
   std::vector<int64_t> last;
   for (const int64_t s : probed) last.push_back(view.query(s + 1) - 1);
   const at::Tensor last_P = at::tensor(at::IntArrayRef(last)), probed_P = at::tensor(probed);
-  return {out, lse, attention_mass(q.index_select(0, last_P), rows_LW, unquantized_LW, format, G,
-                                   table_SB.index_select(0, probed_P), seq_lens_S.index_select(0, probed_P), block_size,
-                                   scale)};
+  const View text = View::text(view.table_SB.index_select(0, probed_P), view.seq_lens_S.index_select(0, probed_P),
+                               view.block_size);
+  return {out, lse, attention_mass(q.index_select(0, last_P), G, rows, text, scale)};
 #else
   return {out, lse, mass_from_weights(*probe, view, probed, lses)};
 #endif
 }
 
-std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const at::Tensor& rows_LW,
-                                          const std::optional<at::Tensor>& unquantized_LW, at::IntArrayRef format,
-                                          int64_t kv_heads, int64_t value_dim, int64_t value_offset,
-                                          const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
-                                          const at::Tensor& first_S, const at::Tensor& query_start_S1,
-                                          int64_t block_size, int64_t window, double scale,
-                                          const std::optional<at::Tensor>& tree_Tn) {
-  const auto [out, lse, none] = decode_with_mass(q_NHD, rows_LW, unquantized_LW, format, kv_heads, value_dim, value_offset,
-                                                 table_SB, seq_lens_S, first_S, query_start_S1, block_size, window, scale,
-                                                 tree_Tn, {});
+inline std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& q_NHD, const KvHeads& heads, const Rows& rows,
+                                                 const View& view, double scale) {
+  const auto [out, lse, none] = decode_with_mass(q_NHD, heads, rows, view, scale, {});
   return {out, lse};
 }

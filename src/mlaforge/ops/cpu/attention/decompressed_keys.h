@@ -9,13 +9,12 @@
 class DecompressedKeys {
  public:
   // keys [E, G D]; metadata: see ops/decompressed_keys.py.
-  DecompressedKeys(const at::Tensor& keys, const at::Tensor& metadata, int64_t slots)
+  DecompressedKeys(const at::Tensor& keys, const at::Tensor& metadata)
       : keys_(keys.mutable_data_ptr<bf16>()), E_(keys.size(0)), GD_(keys.size(1)),
-        entries_(metadata.mutable_data_ptr<int32_t>()), owners_(entries_ + slots), last_steps_(owners_ + E_),
-        hand_(last_steps_ + E_),
-        step_(hand_ + 1) {
+        entries_(metadata.mutable_data_ptr<int32_t>()), owners_(entries_ + metadata.numel() - 2 * E_ - 2),
+        last_steps_(owners_ + E_), hand_(last_steps_ + E_), step_(hand_ + 1) {
     TORCH_CHECK(keys.is_contiguous() && metadata.is_contiguous(), "decompressed keys are not contiguous");
-    TORCH_CHECK(metadata.numel() == slots + 2 * E_ + 2, "the metadata does not match ", slots, " slots and ", E_, " keys");
+    TORCH_CHECK(metadata.numel() > 2 * E_ + 2, "metadata of ", metadata.numel(), " numbers has no slots for ", E_, " keys");
   }
 
   void invalidate(const int64_t* slots, int64_t count) const {
@@ -56,17 +55,15 @@ class DecompressedKeys {
     }
     const int64_t width = keys.width(), count = missing.size();
     at::parallel_for(0, (count + UNIT - 1) / UNIT, 1, [&](int64_t begin, int64_t end) {
-      static thread_local std::vector<bf16> rows, scratch;
-      rows.resize(std::max<size_t>(rows.size(), UNIT * width + LINE));
-      scratch.resize(std::max<size_t>(scratch.size(), cached.scratch_elements(UNIT)));
-      bf16* unit_rows = align64(rows.data());
+      Scratch scratch;
+      bf16 *unit_rows = scratch.get<bf16>(UNIT * width), *decoded = scratch.get<bf16>(cached.scratch_elements(UNIT));
       for (int64_t unit = begin; unit < end; ++unit) {
         const Missing* batch = missing.data() + unit * UNIT;
         const int64_t batch_size = std::min(UNIT, count - unit * UNIT);
         int32_t slots[UNIT], positions[UNIT] = {};
         const bf16* row[UNIT];
         for (int64_t i = 0; i < batch_size; ++i) slots[i] = batch[i].slot, positions[i] = batch[i].position;
-        cached.stage(slots, batch_size, {ColumnRange{0, keys.R}, ColumnRange{}}, scratch.data(), row);
+        cached.stage(slots, batch_size, {ColumnRange{0, keys.R}, ColumnRange{}}, decoded, row);
         for (int64_t i = 0; i < batch_size; ++i) keys.copy_latent(row[i], unit_rows + i * width);
         keys.decompress(unit_rows, positions, UNIT);
         for (int64_t i = 0; i < batch_size; ++i) std::copy_n(unit_rows + i * width, GD_, keys_ + entries_[slots[i]] * GD_);
@@ -85,11 +82,7 @@ class DecompressedKeys {
 class DecompressedKeyRows : public RowSource {
  public:
   DecompressedKeyRows(const LatentCache& cache, const DecompressedKeys& decompressed_keys)
-      : cache_(cache), decompressed_keys_(decompressed_keys) {
-    static thread_local std::vector<bf16> scratch;
-    scratch.resize(std::max<size_t>(scratch.size(), CHUNK * cache.keys.width() + LINE));
-    rows_ = align64(scratch.data());
-  }
+      : cache_(cache), decompressed_keys_(decompressed_keys), rows_(scratch_.get<bf16>(CHUNK * cache.keys.width())) {}
 
   void stage(int64_t position, const int32_t* slots, int64_t count, const bf16** row) override {
     const int64_t GD = cache_.keys.GD, width = cache_.keys.width();
@@ -104,5 +97,6 @@ class DecompressedKeyRows : public RowSource {
  private:
   const LatentCache& cache_;
   const DecompressedKeys& decompressed_keys_;
-  bf16* rows_;
+  Scratch scratch_;
+  bf16* const rows_;
 };

@@ -2,7 +2,9 @@
 //
 // Legend: R elements of a cached row, K = R rounded up to whole tiles with zeros, G KV heads, D key dimensions.
 #pragma once
+#include "attention/absorbed_v.h"
 #include "linear/product.h"
+#include "simd/scratch.h"
 #ifdef __AMX_TILE__
 #include "linear/tiled_linear.h"
 #endif
@@ -17,7 +19,14 @@ inline int64_t round_to_lines(int64_t numbers) { return (numbers + LINE - 1) / L
 struct Angles {
   const float *cos, *sin;
   int64_t positions, pairs;
-  const int32_t* text_positions = nullptr;
+  const int32_t* text_positions;
+
+  Angles(const at::Tensor& cos_LP, const at::Tensor& sin_LP, const std::optional<at::Tensor>& positions_SK)
+      : cos(cos_LP.const_data_ptr<float>()), sin(sin_LP.const_data_ptr<float>()), positions(cos_LP.size(0)),
+        pairs(cos_LP.size(1)), text_positions(positions_SK ? positions_SK->const_data_ptr<int32_t>() : nullptr) {
+    TORCH_CHECK(cos_LP.is_contiguous() && sin_LP.is_contiguous(), "angles are not contiguous");
+    TORCH_CHECK(!positions_SK || positions_SK->is_contiguous(), "positions are not contiguous");
+  }
 
   // Offset of a position's angles. Positions beyond the table belong to rows that are not visible.
   int64_t at(int64_t position) const {
@@ -40,10 +49,10 @@ struct Angles {
 // Limit: 2 K G D FLOPs per token. The weights (2 K G D bytes) stay in a core's cache.
 class LatentKeys {
  public:
-  LatentKeys(const at::Tensor& w_uk, const at::Tensor& b_k, const std::optional<at::Tensor>& k_norm, double eps,
-             const Angles& angles, int64_t R)
-      : R(R), K(2 * w_uk.size(1)), GD(b_k.numel()), D(2 * angles.pairs), w_uk_(w_uk.const_data_ptr<bf16>()),
-        bias_(to_float(b_k)), norm_(k_norm ? to_float(*k_norm) : std::vector<float>()), eps_(float(eps)), angles_(angles) {
+  LatentKeys(const LatentWeights& weights, const Angles& angles, int64_t R)
+      : R(R), K(2 * weights.w_uk.size(1)), GD(weights.b_k.numel()), D(2 * angles.pairs),
+        w_uk_(weights.w_uk.const_data_ptr<bf16>()), bias_(to_float(weights.b_k)),
+        norm_(weights.k_norm ? to_float(*weights.k_norm) : std::vector<float>()), eps_(float(weights.eps)), angles_(angles) {
     TORCH_CHECK(K % LINE == 0 && K >= R, "w_uk has ", K, " inputs, not ", R, " rounded up to a multiple of ", LINE);
   }
 
@@ -69,8 +78,8 @@ class LatentKeys {
     // Head by head, so that a head's weights stay in the cache for all rows. Heads that do not fill blocks of 16 outputs run
     // together.
     const int64_t heads = D % 16 == 0 ? 1 : G, blocks = (heads * D + 15) / 16, y_stride = (blocks + 1) / 2 * 32;
-    Scratch& scratch = Scratch::get(UNIT * y_stride, 0);
-    float* y = align64(scratch.y.data());
+    Scratch scratch;
+    auto* y = scratch.get<float>(UNIT * y_stride);
     configure_tiles(16, 16);
     for (int64_t g = 0; g < G; g += heads)
       for (int64_t t = 0; t < count; t += UNIT) {
@@ -82,15 +91,16 @@ class LatentKeys {
       }
 #else
     const int64_t blocks = (GD + 15) / 16, y_stride = blocks * 16;
-    Scratch& scratch = Scratch::get(UNIT * y_stride, UNIT * K);
+    Scratch scratch;
+    float *y = scratch.get<float>(UNIT * y_stride), *floats = scratch.get<float>(UNIT * K);
     for (int64_t t = 0; t < count; t += UNIT) {
       const bf16* x = rows + t * width() + latent_offset();
-      if (!bf16_product(x, blocks, scratch.y.data(), y_stride)) {
+      if (!bf16_product(x, blocks, y, y_stride)) {
         for (int64_t r = 0; r < UNIT; ++r)
-          for (int64_t k = 0; k < K; k += 16) store(scratch.x.data() + r * K + k, widen(x + r * width() + k, 16));
-        product<false>(w_uk_, blocks, scratch.x.data(), UNIT, K, K, scratch.y.data(), y_stride);
+          for (int64_t k = 0; k < K; k += 16) store(floats + r * K + k, widen(x + r * width() + k, 16));
+        product<false>(w_uk_, blocks, floats, UNIT, K, K, y, y_stride);
       }
-      finish(scratch.y.data(), y_stride, 0, G, positions + t, rows + t * width());
+      finish(y, y_stride, 0, G, positions + t, rows + t * width());
     }
 #endif
   }
@@ -106,18 +116,6 @@ class LatentKeys {
 #endif
     return false;
   }
-
-  // Per-thread scratch, reused across calls.
-  struct Scratch {
-    std::vector<float> y, x;
-
-    static Scratch& get(int64_t y, int64_t x) {
-      static thread_local Scratch scratch;
-      scratch.y.resize(std::max<size_t>(scratch.y.size(), y + 16));
-      scratch.x.resize(std::max<size_t>(scratch.x.size(), x));
-      return scratch;
-    }
-  };
 
   static std::vector<float> to_float(const at::Tensor& x) {
     const bf16* from = x.const_data_ptr<bf16>();

@@ -1,7 +1,7 @@
 // Multi-head latent attention in the layout `latent_rope`.
 #pragma once
-#include "attention/decode.h"
 #include "attention/absorbed_v.h"
+#include "attention/decode.h"
 #include "linear/linear.h"
 
 // One layer in the layout `latent_rope` (modeling/latent_attention_mla.py, absorbed), from the fused input projection to the
@@ -10,34 +10,32 @@
 // W_uv. Returns [N, H V].
 //
 // Limit: 2 (R + E) bytes and 2 H (2 R + E) FLOPs per cached token.
-at::Tensor latent_rope(const at::Tensor& qkv_NX, const at::Tensor& rotation_N1P, const at::Tensor& rope_index_P,
-                       const at::Tensor& w_uk, const at::Tensor& w_uv, const at::Tensor& b_k_GD,
-                       const at::Tensor& b_v_GV, const std::optional<at::Tensor>& sinks_H, const at::Tensor& rows_LW,
-                       const std::optional<at::Tensor>& unquantized_LW, at::IntArrayRef format, const at::Tensor& slots_N,
-                       const at::Tensor& table_SB, const at::Tensor& seq_lens_S, const at::Tensor& first_S,
-                       const at::Tensor& query_start_S1, int64_t block_size, int64_t window, double scale,
-                       const std::optional<at::Tensor>& tree_Tn) {
-  const Rows rows(rows_LW, unquantized_LW, format);
+inline at::Tensor latent_rope(const at::Tensor& qkv_NX, const at::Tensor& rotation_N1P, const at::Tensor& rope_index_P,
+                              const LatentWeights& weights, const Rows& rows, const at::Tensor& slots_N, const View& view,
+                              double scale) {
   const at::Tensor qkv = qkv_NX.contiguous();
   const int64_t N = qkv.size(0), X = qkv.size(1), W = rows.width, E = 2 * rope_index_P.size(0), R = W - E;
-  const int64_t G = b_k_GD.size(0), D = b_k_GD.size(1), V = b_v_GV.size(1), H = (X - W) / (D + E), J = H / G;
-  const int64_t angles = rotation_N1P.size(2), K = D + E, w_uk_stride = w_uk.stride(0);
-  const bf16 *xs = qkv.const_data_ptr<bf16>(), *uk = w_uk.const_data_ptr<bf16>();
+  const int64_t G = weights.b_k.size(0), D = weights.b_k.size(1), V = weights.b_v_GV.size(1), H = (X - W) / (D + E), J = H / G;
+  const int64_t angles = rotation_N1P.size(2), K = D + E, w_uk_stride = weights.w_uk.stride(0);
+  const bf16 *xs = qkv.const_data_ptr<bf16>(), *uk = weights.w_uk.const_data_ptr<bf16>();
   const auto* rotations = rotation_N1P.const_data_ptr<c10::complex<float>>();
   const int64_t *pairs = rope_index_P.const_data_ptr<int64_t>(), *slots = slots_N.const_data_ptr<int64_t>();
-  const float* b_k = b_k_GD.const_data_ptr<float>();
-  const float* sinks = sinks_H ? sinks_H->const_data_ptr<float>() : nullptr;
+  const float* b_k = weights.b_k.const_data_ptr<float>();
+  const AbsorbedV absorbed_v(weights, G, J, R);
+  const float* sinks = absorbed_v.sinks;
 
-  std::vector<float> q(N * H * W), shift(sinks ? N * H : 0);
+  Scratch scratch;
+  float *q = scratch.get<float>(N * H * W), *shift = scratch.filled(sinks ? N * H : 0, 0.0f);
   at::parallel_for(0, N, 1, [&](int64_t from, int64_t to) {
-    std::vector<float> projected_q(H * K);
-    std::vector<bf16> row(W);
+    Scratch scratch;
+    auto* projected_q = scratch.get<float>(H * K);
+    auto* row = scratch.get<bf16>(W);
     for (int64_t n = from; n < to; ++n) {
       const bf16* x = xs + n * X;
       const auto* rotation = rotations + n * angles;
       for (int64_t i = 0; i < H * K; ++i) projected_q[i] = x[i];
       for (int64_t h = 0; h < H; ++h) {
-        float *rotary = projected_q.data() + h * K + D, *to_rotary = q.data() + (n * H + h) * W + R;
+        float *rotary = projected_q + h * K + D, *to_rotary = q + (n * H + h) * W + R;
         for (int64_t p = 0; p < E / 2; ++p) {
           const float a = rotary[p], b = rotary[p + E / 2], cos = rotation[pairs[p]].real(), sin = rotation[pairs[p]].imag();
           to_rotary[p] = a * cos - b * sin;
@@ -45,24 +43,22 @@ at::Tensor latent_rope(const at::Tensor& qkv_NX, const at::Tensor& rotation_N1P,
         }
       }
       for (int64_t g = 0; g < G; ++g)
-        product(uk + g * w_uk_stride, projected_q.data() + g * J * K, J, K, D, R, q.data() + (n * H + g * J) * W, W);
+        product(uk + g * w_uk_stride, projected_q + g * J * K, J, K, D, R, q + (n * H + g * J) * W, W);
       for (int64_t h = 0; sinks && h < H; ++h)
         for (int64_t d = 0; d < D; ++d) shift[n * H + h] += projected_q[h * K + d] * b_k[h / J * D + d] * float(scale);
-      std::copy_n(x + H * K, W, row.data());
+      std::copy_n(x + H * K, W, row);
       for (int64_t p = 0; p < E / 2; ++p) {
         const float a = row[R + p], b = row[R + p + E / 2], cos = rotation[pairs[p]].real(), sin = rotation[pairs[p]].imag();
         row[R + p] = a * cos - b * sin;
         row[R + p + E / 2] = b * cos + a * sin;
       }
-      rows.write_row(slots[n], row.data());
+      rows.write_row(slots[n], row);
     }
   });
 
   at::Tensor out = at::empty({N, H * V}, qkv.options());
   bf16* outs = out.mutable_data_ptr<bf16>();
-  const AbsorbedV absorbed_v{w_uv.const_data_ptr<bf16>(), w_uv.stride(0), b_v_GV.const_data_ptr<float>(), sinks, G, J, R, V};
-  const View view{table_SB, seq_lens_S, first_S, query_start_S1, block_size, window, tree_Tn};
-  attend(q.data(), H, 1, W, R, {0, 0, 0}, rows, view, float(scale),
+  attend(q, H, 1, W, R, {0, 0, 0}, rows, view, float(scale),
          [&](int64_t n, const float* latents, float* lse) {
            for (int64_t h = 0; sinks && h < H; ++h) lse[h] += shift[n * H + h];
            absorbed_v(latents, lse, outs + n * H * V);

@@ -15,12 +15,12 @@ struct LatentCache {
 
   // Loads the latents of the tokens at `count` slots, from `position` on, into rows without keys; sets their positions.
   void load_latents(int64_t position, const int32_t* slots, int64_t count, bf16* rows, int32_t* positions) const {
-    static thread_local std::vector<bf16> scratch;
-    scratch.resize(std::max<size_t>(scratch.size(), cached.scratch_elements(STRETCH)));
+    Scratch scratch;
+    auto* decoded = scratch.get<bf16>(cached.scratch_elements(STRETCH));
     const bf16* row[STRETCH];
     for (int64_t t = 0; t < count; t += STRETCH) {
       const int64_t batch = std::min(STRETCH, count - t);
-      cached.stage(slots + t, batch, {ColumnRange{0, keys.R}, ColumnRange{}}, scratch.data(), row);
+      cached.stage(slots + t, batch, {ColumnRange{0, keys.R}, ColumnRange{}}, decoded, row);
       for (int64_t i = t; i < t + batch; ++i) {
         keys.copy_latent(row[i - t], rows + i * keys.width());
         positions[i] = int32_t(position + i);
@@ -51,18 +51,18 @@ class PromptRows {
     const int64_t blocks_per_task = std::lcm(size, UNIT) / size * std::max<int64_t>(1, CHUNK / std::lcm(size, UNIT));
     const int64_t count = blocks.size(), tasks = (count + blocks_per_task - 1) / blocks_per_task;
     const int64_t tokens = blocks_per_task * size;
-    storage_ = at::empty({tasks * tokens * width + LINE}, table.options().dtype(at::kBFloat16));
-    bf16* rows = align64(storage_.mutable_data_ptr<bf16>());
+    auto* rows = scratch_.get<bf16>(tasks * tokens * width);
     at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-      std::vector<int32_t> positions(tokens), slots(size);
+      Scratch scratch;
+      int32_t *positions = scratch.filled<int32_t>(tokens, 0), *slots = scratch.get<int32_t>(size);
       for (int64_t i = begin; i < end; ++i) {
         for (int64_t b = i * blocks_per_task; b < std::min(count, (i + 1) * blocks_per_task); ++b) {
           const auto [s, position] = blocks[b];
           const int64_t at = (b - i * blocks_per_task) * size;
-          view.slots(s, position, size, slots.data());
-          of.load_latents(position, slots.data(), size, rows + b * size * width, positions.data() + at);
+          view.slots(s, position, size, slots);
+          of.load_latents(position, slots, size, rows + b * size * width, positions + at);
         }
-        of.keys.decompress(rows + i * tokens * width, positions.data(), tokens);
+        of.keys.decompress(rows + i * tokens * width, positions, tokens);
       }
     });
     attention.decoded.emplace(rows, width);
@@ -71,16 +71,13 @@ class PromptRows {
   }
 
  private:
-  at::Tensor storage_;
+  Scratch scratch_;
 };
 
 // Computes a chunk's rows, except those that are still staged from the previous sequence.
 class LatentRows : public RowSource {
  public:
-  explicit LatentRows(const LatentCache& of) : of_(of) {
-    static thread_local std::vector<bf16> scratch;
-    scratch.resize(std::max<size_t>(scratch.size(), CHUNK * of.keys.width() + LINE));
-    rows_ = align64(scratch.data());
+  explicit LatentRows(const LatentCache& of) : of_(of), rows_(scratch_.get<bf16>(CHUNK * of.keys.width())) {
     std::fill_n(staged_tags_, CHUNK, -1);
   }
 
@@ -108,6 +105,7 @@ class LatentRows : public RowSource {
 
  private:
   const LatentCache& of_;
-  bf16* rows_;
+  Scratch scratch_;
+  bf16* const rows_;
   int64_t staged_tags_[CHUNK];  // of each row of the chunk: slot and position
 };

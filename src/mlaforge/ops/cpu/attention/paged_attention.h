@@ -18,8 +18,9 @@
 #include <numeric>
 #include <unordered_map>
 
-#include "rows/rows.h"
 #include "attention/view.h"
+#include "rows/rows.h"
+#include "simd/scratch.h"
 
 constexpr int64_t COLUMNS = 64;  // columns per task
 constexpr int64_t GROUPS = COLUMNS / 16;
@@ -47,21 +48,19 @@ inline bool is_prompt(const View& view, int64_t s, int64_t H) { return view.quer
 // Unnormalized softmax weights of the last query tokens of some sequences: per such token and head e^(score - chunk maximum)
 // [chunks, CHUNK], and that maximum [chunks]. Views with windows are not supported.
 struct ProbeWeights {
+  Scratch scratch;
   int64_t H, chunks;
-  std::vector<int64_t> query_index;  // by sequence; -1 if it is not probed
-  std::vector<float> chunk_max;
-  float* weights;
+  int64_t* query_index;  // by sequence; -1 if it is not probed
+  float *chunk_max, *weights;
 
-  ProbeWeights(const View& view, int64_t H, at::IntArrayRef sequences) : H(H), chunks(0), query_index(view.sequences(), -1) {
+  ProbeWeights(const View& view, int64_t H, at::IntArrayRef sequences)
+      : H(H), chunks(0), query_index(scratch.filled<int64_t>(view.sequences(), -1)) {
     for (size_t i = 0; i < sequences.size(); ++i) {
       query_index[sequences[i]] = i;
       chunks = std::max(chunks, (view.length(sequences[i]) + CHUNK - 1) / CHUNK);
     }
-    chunk_max.resize(sequences.size() * H * chunks, -INF);
-    // Reused across layers, because the OS would commit fresh memory page by page.
-    static thread_local std::vector<float> workspace;
-    workspace.resize(std::max(workspace.size(), chunk_max.size() * CHUNK));
-    weights = workspace.data();
+    const int64_t count = int64_t(sequences.size()) * H * chunks;
+    chunk_max = scratch.filled(count, -INF), weights = scratch.get<float>(count * CHUNK);
   }
   // Weights of a probed sequence's head; nullptr for other sequences.
   float* for_head(int64_t s, int64_t h) {
@@ -90,11 +89,12 @@ struct Attention {
   ProbeWeights* probe = nullptr;
 
   int64_t J() const { return H / G; }
-  // Whether kernels multiply int8 codes directly: one scale per head of keys and of values, at most a register of scales per
-  // row, and D a multiple of 4 for tiles.
+  // Whether kernels multiply the rows' codes in place: one scale per head of keys and of values, at most a register of
+  // scales per row, and D a multiple of 4 for tiles.
   bool reads_codes() const {
     const Layout separate{D, V, G * D};
-    return rows.is_int8_by_head(D, 2 * G) && V == D && row == separate && G <= 16 && D % 4 == 0;
+    const RowCodes* codes = rows.codes();
+    return codes && codes->group_sizes == std::vector<int64_t>(2 * G, D) && V == D && row == separate && G <= 16 && D % 4 == 0;
   }
   // Maximum columns of a sequence whose chunks are separate tasks: several tasks may read rows that need no decoding.
   int64_t split_columns = COLUMNS;
@@ -153,12 +153,10 @@ class RowReader {
         source_(attention.source ? attention.source() : nullptr),
         in_place_(CODES || (!attention.rows.packed() && !attention.source)),
         gathered_(tiled && attention.view.block_size % 16) {
-    static thread_local std::vector<T> scratch;
-    const int64_t needed = attention.view.tree_Tn || gathered_ ? scratch_rows_ * stride_
+    const int64_t elements = attention.view.tree_Tn || gathered_ ? scratch_rows_ * stride_
                            : CODES                             ? 0
                                                                : attention.rows.scratch_elements(scratch_rows_);
-    scratch.resize(std::max<size_t>(scratch.size(), needed + 64));
-    scratch_ = align64(scratch.data());
+    scratch_ = memory_.get<T>(elements);
   }
 
   void begin_chunk(const TaskChunk& current, const TaskChunk& next) {
@@ -183,8 +181,10 @@ class RowReader {
   // Prefetches one row of the next chunk, if rows are read in place.
   void prefetch_step() {
     if (!in_place_ || !next_.task || prefetch_at_ >= next_slots_.to) return;
-    for (const ColumnRange& range : {next_.task->set.keys(), next_.task->set.values_outside_keys(attention_.row)})
-      attention_.rows.prefetch(next_slots_.slots + prefetch_at_, 1, range);
+    for (const ColumnRange& range : {next_.task->set.keys(), next_.task->set.values_outside_keys(attention_.row)}) {
+      if constexpr (CODES) attention_.rows.prefetch_codes(next_slots_.slots[prefetch_at_], range);
+      else attention_.rows.prefetch(next_slots_.slots + prefetch_at_, 1, range);
+    }
     ++prefetch_at_;
   }
 
@@ -263,6 +263,7 @@ class RowReader {
   const std::unique_ptr<RowSource> source_;
   const bool in_place_;  // whether rows are read where they are cached
   const bool gathered_;  // whether all rows are copied to scratch, to make tiles contiguous
+  Scratch memory_;
   T* scratch_;
   bool from_source_ = false;  // whether the chunk's rows come from the source
   TaskChunk current_, next_;
@@ -348,8 +349,9 @@ class PagedAttention {
         }
     }
     const std::vector<int64_t> begins = order_by_rows(tasks);
-    partial_.resize(num_partials * V), maxima_.resize(num_partials, -INF), sums_.resize(num_partials);
-    out_.resize(N * H * V), lse_.resize(N * H);
+    partial_ = scratch_.get<float>(num_partials * V), sums_ = scratch_.get<float>(num_partials);
+    maxima_ = scratch_.filled(num_partials, -INF);
+    out_ = scratch_.filled(N * H * V, 0.0f), lse_ = scratch_.get<float>(N * H);
     std::atomic<int64_t> next{0};
     at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
       if (begin >= end) return;
@@ -367,7 +369,7 @@ class PagedAttention {
       for (int64_t n = from; n < to; ++n) {
         const int64_t s = sequence_of[n];
         if (!of_.prompt(s)) merge(n, s, partials[s]);
-        finish(n, out_.data() + n * H * V, lse_.data() + n * H);
+        finish(n, out_ + n * H * V, lse_ + n * H);
       }
     });
   }
@@ -392,16 +394,15 @@ class PagedAttention {
       }
     }
     if (blocks.empty()) return;
-    static thread_local std::vector<bf16> decoded;
-    decoded.resize(std::max<size_t>(decoded.size(), blocks.size() * size * width));
-    bf16* to = decoded.data();
+    auto* to = scratch_.get<bf16>(blocks.size() * size * width);
     at::parallel_for(0, blocks.size(), 1, [&](int64_t from, int64_t until) {
-      std::vector<int32_t> slots(size);
-      std::vector<const bf16*> row(size);
+      Scratch scratch;
+      auto* slots = scratch.get<int32_t>(size);
+      auto** row = scratch.get<const bf16*>(size);
       for (int64_t i = from; i < until; ++i) {
         bf16* block_rows = to + i * size * width;
-        std::iota(slots.begin(), slots.end(), int32_t(blocks[i] * size));
-        of_.rows.stage(slots.data(), size, {ColumnRange{0, width}}, block_rows, row.data());
+        std::iota(slots, slots + size, int32_t(blocks[i] * size));
+        of_.rows.stage(slots, size, {ColumnRange{0, width}}, block_rows, row);
         // Unquantized rows of a block are contiguous.
         if (row[0] != block_rows) std::copy_n(row[0], size * width, block_rows);
       }
@@ -444,32 +445,32 @@ class PagedAttention {
     const TaskChunk next{following, following ? first_chunk(*following) : 0};
     kernel.pack(task);
     if (task.chunk >= 0) {
-      kernel.attend({&task, task.chunk}, next, partial_.data() + task.first_partial * V,
-                    maxima_.data() + task.first_partial, sums_.data() + task.first_partial);
+      kernel.attend({&task, task.chunk}, next, partial_ + task.first_partial * V, maxima_ + task.first_partial,
+                    sums_ + task.first_partial);
       return;
     }
-    std::vector<float> total(task.count * V), part(task.count * V), statistics(4 * task.count);
-    float *total_max = statistics.data(), *total_sum = total_max + task.count;
-    float *part_max = total_sum + task.count, *part_sum = part_max + task.count;
-    std::fill_n(total_max, task.count, -INF);
+    Scratch scratch;
+    float *total = scratch.filled(task.count * V, 0.0f), *part = scratch.get<float>(task.count * V);
+    float *total_max = scratch.filled(task.count, -INF), *total_sum = scratch.filled(task.count, 0.0f);
+    float *part_max = scratch.get<float>(task.count), *part_sum = scratch.get<float>(task.count);
     const auto [from, to] = view_.chunks(task.sequence, task.token(0), task.token(task.count - 1) + 1);
     for (int64_t chunk = from; chunk < to; ++chunk) {
-      kernel.attend({&task, chunk}, chunk + 1 < to ? TaskChunk{&task, chunk + 1} : next, part.data(), part_max, part_sum);
+      kernel.attend({&task, chunk}, chunk + 1 < to ? TaskChunk{&task, chunk + 1} : next, part, part_max, part_sum);
       for (int64_t c = 0; c < task.count; ++c)
-        merge_partial(total.data() + c * V, total_max[c], total_sum[c], part.data() + c * V, part_max[c], part_sum[c], V);
+        merge_partial(total + c * V, total_max[c], total_sum[c], part + c * V, part_max[c], part_sum[c], V);
     }
     for (int64_t c = 0; c < task.count; ++c)
-      normalize((view_.query(task.sequence) + task.token(c)) * of_.H + task.head(c), total.data() + c * V,
-                total_max[c], total_sum[c]);
+      normalize((view_.query(task.sequence) + task.token(c)) * of_.H + task.head(c), total + c * V, total_max[c],
+                total_sum[c]);
   }
 
   void merge(int64_t n, int64_t s, const Partials& partials) {
     const int64_t H = of_.H, V = of_.V, T = view_.queries(s), m = n - view_.query(s), heads = partials.heads;
     for (int64_t h = 0; h < H; ++h) {
-      float total_max = -INF, total_sum = 0, *total = out_.data() + (n * H + h) * V;
+      float total_max = -INF, total_sum = 0, *total = out_ + (n * H + h) * V;
       for (int64_t i = 0; i < partials.chunks; ++i) {
         const int64_t partial = partials.first + i * T * H + h / heads * T * heads + m * heads + h % heads;
-        merge_partial(total, total_max, total_sum, partial_.data() + partial * V, maxima_[partial], sums_[partial], V);
+        merge_partial(total, total_max, total_sum, partial_ + partial * V, maxima_[partial], sums_[partial], V);
       }
       normalize(n * H + h, total, total_max, total_sum);
     }
@@ -482,5 +483,6 @@ class PagedAttention {
 
   Attention of_;
   const View& view_;
-  std::vector<float> partial_, maxima_, sums_, out_, lse_;
+  Scratch scratch_;
+  float *partial_ = nullptr, *maxima_ = nullptr, *sums_ = nullptr, *out_ = nullptr, *lse_ = nullptr;
 };

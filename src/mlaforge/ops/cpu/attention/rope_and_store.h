@@ -3,11 +3,9 @@
 #include "rows/rows.h"
 
 // Rotates the queries and keys of rows [q, k, v] in place (rotary pairs are neighbours) and writes [k, v] to its slot.
-void rope_and_store(at::Tensor& qkv_NW, const at::Tensor& rotation_N1P, const at::Tensor& rows_LW,
-                    const std::optional<at::Tensor>& unquantized_LW, at::IntArrayRef format, const at::Tensor& slots_N,
-                    int64_t heads, int64_t head_dim) {
+inline void rope_and_store(at::Tensor& qkv_NW, const at::Tensor& rotation_N1P, const Rows& rows, const at::Tensor& slots_N,
+                           int64_t heads, int64_t head_dim) {
   const int64_t N = qkv_NW.size(0), W = qkv_NW.size(1), P = head_dim / 2;
-  const Rows rows(rows_LW, unquantized_LW, format);
   bf16* xs = qkv_NW.mutable_data_ptr<bf16>();
   const auto* rotations = rotation_N1P.const_data_ptr<c10::complex<float>>();
   const int64_t* slots = slots_N.const_data_ptr<int64_t>();

@@ -13,7 +13,8 @@ template <typename Tiles>
 class TileKernel {
  public:
   explicit TileKernel(const Attention& attention)
-      : attention_(attention), view_(attention.view), reader_(attention, 64, true), tiles_(attention) {}
+      : attention_(attention), view_(attention.view), reader_(attention, 64, true), tiles_(attention),
+        scores_(scratch_.get<float>(COLUMNS * CHUNK)) {}
   TileKernel(const TileKernel&) = delete;
   ~TileKernel() { release_tiles(); }
 
@@ -38,7 +39,7 @@ class TileKernel {
     const int64_t s = task.sequence, base = current.chunk * CHUNK, low = std::max(base, view_.first(s)) - base;
     const int64_t high = std::min<int64_t>(base + CHUNK, last_position_ + 1) - base, from = low / 64 * 64;
     const int64_t groups = (task.count + 15) / 16;
-    float* scores = align64(scores_.data());
+    float* scores = scores_;
     // The rest of the last tile may have any content.
     const int64_t tile_end = (high + 15) / 16 * 16;
     auto** row = reader_.row;
@@ -60,7 +61,7 @@ class TileKernel {
   // Turns the scores of a column group into unnormalized weights.
   void softmax_chunk(const Task& task, int64_t g, int64_t base, int64_t from, int64_t high, float* largest, float* sums) {
     const int64_t s = task.sequence, columns = std::min<int64_t>(16, task.count - g * 16);
-    float* scores = align64(scores_.data()) + g * CHUNK * 16;
+    float* scores = scores_ + g * CHUNK * 16;
     const auto [first, last] = std::minmax_element(position_ + g * 16, position_ + g * 16 + columns);
     const __m512 minus_inf = _mm512_set1_ps(-INF), scale = load(scale_ + g * 16, columns).reg;
     // Usually every column sees the whole chunk.
@@ -142,13 +143,12 @@ class TileKernel {
     }
   }
 
-  // Reused across calls.
-  inline static thread_local std::vector<float> scores_ = std::vector<float>(COLUMNS * CHUNK + 16);
-
   const Attention& attention_;
   const View& view_;
   RowReader<typename Tiles::Row> reader_;
   Tiles tiles_;
+  Scratch scratch_;
+  float* const scores_;
   // Of a task's columns: positions and the last of them, the factors of their scores, and their heads' first value in the
   // set.
   int32_t position_[COLUMNS], last_position_ = 0;

@@ -72,7 +72,10 @@ class Bf16Tiles {
   static constexpr int64_t SPAN = 32;  // tokens per tile of weights
 
   explicit Bf16Tiles(const Attention& attention)
-      : attention_(attention), scratch_(Scratch::get(((attention.G - 1) * attention.row.k_head + attention.D + 31) / 32)) {}
+      : attention_(attention),
+        queries_(scratch_.get<bf16>(GROUPS * (((attention.G - 1) * attention.row.k_head + attention.D + 31) / 32) * 512)),
+        weights_(scratch_.get<bf16>(GROUPS * SPANS * 512)), values_(scratch_.get<bf16>(SPANS * 2048)),
+        part_(scratch_.get<float>(16 * 64)) {}
 
   // A tile product sums its 32 elements before it adds them to the accumulator, so each head's keys must fall into tiles as
   // they would in a separate task.
@@ -87,12 +90,12 @@ class Bf16Tiles {
   // Queries of a task's columns as tiles: [column group, step, 16 pairs of elements, 16 columns, 2].
   void begin_task(const Task& task) {
     steps_ = (task.set.D + 31) / 32;
-    std::memset((void*)align64(scratch_.queries.data()), 0, (task.count + 15) / 16 * steps_ * 1024);
+    std::memset((void*)queries_, 0, (task.count + 15) / 16 * steps_ * 1024);
   }
 
   // Writes a column's query from element `offset` on. Returns the factor of its scores.
   float write_query(int64_t c, const float* q, int64_t offset, int64_t) {
-    bf16* query_tiles = align64(scratch_.queries.data()) + c / 16 * steps_ * 512 + c % 16 * 2;
+    bf16* query_tiles = queries_ + c / 16 * steps_ * 512 + c % 16 * 2;
     // Pairs of elements are 32 apart, from one step to the next too.
     for (int64_t d = 0; d < attention_.D; d += 16) {
       const int64_t count = std::min<int64_t>(16, attention_.D - d);
@@ -109,7 +112,7 @@ class Bf16Tiles {
   // Scores [64, 16] of 64 tokens for each group of columns; groups are CHUNK * 16 apart.
   void score(const HeadSet& set, const bf16* const* row, int64_t groups, float* scores, RowReader<bf16>&) const {
     const int64_t whole = set.D / 32, rest = set.D % 32, bytes = attention_.rows.width * 2;
-    const bf16* queries = align64(scratch_.queries.data());
+    const bf16* queries = queries_;
     for (int64_t g = 0; g < groups; ++g)
       score_tiles(row, set.k, bytes, queries + g * steps_ * 512, whole, scores + g * CHUNK * 16, false);
     if (!rest) return;
@@ -125,7 +128,7 @@ class Bf16Tiles {
   __m512 weights(int64_t g, int64_t from, int64_t high, RowReader<bf16>&, float*, Weight weight) {
     const __m512i interleaved = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
                                                  6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    bf16* to = align64(scratch_.weights.data()) + g * SPANS * 512;
+    bf16* to = weights_ + g * SPANS * 512;
     __m512 evens = _mm512_setzero_ps(), odds = _mm512_setzero_ps();
     for (int64_t span = from / SPAN; span * SPAN < high; ++span) {
       __m512i pairs[16];
@@ -149,7 +152,7 @@ class Bf16Tiles {
       const int64_t at = offset + half * 32, count = std::max<int64_t>(0, width - half * 32);
       // Memory outside the tokens may be NaN, which a zero weight does not cancel.
       auto value = [&](int64_t t) { return t >= begin && t < until ? pairs(reader.row[t] + at, count).reg : zero; };
-      bf16* to = align64(scratch_.values.data()) + span * 2048 + half * 1024;
+      bf16* to = values_ + span * 2048 + half * 1024;
       for (int64_t t = span * SPAN; t < span * SPAN + SPAN; t += 2, to += 32) {
         const __m512i even = value(t), odd = value(t + 1);
         _mm512_store_si512(to, _mm512_unpacklo_epi16(even, odd));
@@ -160,33 +163,22 @@ class Bf16Tiles {
 
   // Weights of a group of columns times the gathered values of spans [first, end).
   void weighted_sum(int64_t g, int64_t first, int64_t end) {
-    const bf16* weights = align64(scratch_.weights.data()) + (g * SPANS + first) * 512;
-    weighted_sum_tiles(weights, align64(scratch_.values.data()) + first * 2048, end - first, align64(scratch_.part.data()));
+    const bf16* weights = weights_ + (g * SPANS + first) * 512;
+    weighted_sum_tiles(weights, values_ + first * 2048, end - first, part_);
   }
 
   // Reads 64 elements of a column.
   void read_column(int64_t c, float* to) const {
-    const float* column = align64(scratch_.part.data()) + c % 16 * 64;
+    const float* column = part_ + c % 16 * 64;
     for (int64_t half = 0; half < 64; half += 32) store_fours(to + half, load(column + half), load(column + half + 16));
   }
 
  private:
   static constexpr int64_t SPANS = CHUNK / SPAN;
 
-  // Reused across calls.
-  struct Scratch {
-    std::vector<bf16> queries, weights = std::vector<bf16>(GROUPS * SPANS * 512 + 32);
-    std::vector<bf16> values = std::vector<bf16>(SPANS * 2048 + 32);
-    std::vector<float> part = std::vector<float>(16 * 64 + 16);
-
-    static Scratch& get(int64_t steps) {
-      static thread_local Scratch scratch;
-      scratch.queries.resize(std::max<size_t>(scratch.queries.size(), GROUPS * steps * 512 + 32));
-      return scratch;
-    }
-  };
-
   const Attention& attention_;
-  Scratch& scratch_;
+  Scratch scratch_;
+  bf16 *const queries_, *const weights_, *const values_;
+  float* const part_;
   int64_t steps_ = 0;
 };

@@ -59,7 +59,11 @@ class Int8Tiles {
   using Row = int8_t;
   static constexpr int64_t SPAN = 64;  // tokens per tile of weights
 
-  explicit Int8Tiles(const Attention& attention) : attention_(attention), scratch_(Scratch::get(attention.G * attention.D)) {}
+  explicit Int8Tiles(const Attention& attention)
+      : attention_(attention), scales_offset_(attention.rows.codes()->scales_offset),
+        queries_(scratch_.get<uint8_t>(GROUPS * (attention.G * attention.D / 4) * 2048)),
+        weights_(scratch_.get<uint8_t>(COLUMNS * CHUNK * 2)), values_(scratch_.get<int8_t>(CHUNK * 64)),
+        maxima_(scratch_.get<float>(COLUMNS)), part_(scratch_.get<int32_t>(2 * 16 * 64)) {}
 
   // Sums are exact.
   static bool fuses_heads(const Attention&) { return true; }
@@ -69,14 +73,14 @@ class Int8Tiles {
   void begin_task(const Task& task) {
     for (step_ = 64; task.set.D % step_;) step_ -= 4;
     steps_ = task.set.D / step_;
-    std::memset(align64(scratch_.queries.data()), 0, (task.count + 15) / 16 * steps_ * 2048);
+    std::memset(queries_, 0, (task.count + 15) / 16 * steps_ * 2048);
   }
 
   // Writes a column's query over KV head g, from element `offset` on. Returns the factor of its scores.
   float write_query(int64_t c, const float* q, int64_t offset, int64_t g) {
     const int64_t rows = step_ / 4;
     int64_t row = offset % step_ / 4;
-    uint8_t* to = align64(scratch_.queries.data()) + (c / 16 * steps_ + offset / step_) * 2048 + row * 64 + c % 16 * 4;
+    uint8_t* to = queries_ + (c / 16 * steps_ + offset / step_) * 2048 + row * 64 + c % 16 * 4;
     const Int16Quantizer quantizer(q, attention_.D);
     for (int64_t d = 0; d < attention_.D; d += 16) {
       uint32_t high[4], low[4];
@@ -99,7 +103,7 @@ class Int8Tiles {
   void score(const HeadSet& set, const int8_t* const* row, int64_t groups, float* scores, RowReader<int8_t>& reader) const {
     alignas(64) int32_t high[512], low[512];
     for (int64_t g = 0; g < groups; ++g) {
-      const uint8_t* queries = align64(scratch_.queries.data()) + g * steps_ * 2048;
+      const uint8_t* queries = queries_ + g * steps_ * 2048;
       const Scales scales = this->scales(g, false);
       for (int64_t t = 0; t < 64; t += 32) {
         score_codes(row + t, set.k, attention_.rows.unit_bytes(), queries, step_, steps_, high, low);
@@ -136,9 +140,9 @@ class Int8Tiles {
       }
     }
     const __m512 peak = _mm512_castsi512_ps(_mm512_max_epu32(maxima[0], maxima[1])), max_code = _mm512_set1_ps(32767.0f);
-    _mm512_store_ps(align64(scratch_.maxima.data()) + g * 16, _mm512_div_ps(peak, max_code));
+    _mm512_store_ps(maxima_ + g * 16, _mm512_div_ps(peak, max_code));
     const __m512 factor = _mm512_min_ps(_mm512_div_ps(max_code, peak), _mm512_set1_ps(1e38f));
-    uint8_t* to = align64(scratch_.weights.data()) + g * CHUNK * 32;
+    uint8_t* to = weights_ + g * CHUNK * 32;
     for (int64_t t = from; t < end; t += SPAN) {
       __m512i lower[16], upper[16];
       for (int64_t i = 0; i < 16; ++i) {
@@ -167,7 +171,7 @@ class Int8Tiles {
   void gather(RowReader<int8_t>& reader, int64_t span, int64_t /* begin */, int64_t /* until */, int64_t offset,
               int64_t width) {
     const __mmask64 mask = width >= 64 ? ~__mmask64(0) : (__mmask64(1) << width) - 1;
-    int8_t* to = align64(scratch_.values.data()) + span * 4096;
+    int8_t* to = values_ + span * 4096;
     for (int64_t t = span * SPAN; t < span * SPAN + SPAN; t += 4, to += 64) {
       if (t % 8 == 0) reader.prefetch_step();
       auto value = [&](int64_t n) { return _mm512_maskz_loadu_epi8(mask, reader.row[t + n] + offset); };
@@ -184,17 +188,17 @@ class Int8Tiles {
   // Weights of a group of columns times the gathered values of spans [first, end).
   void weighted_sum(int64_t g, int64_t first, int64_t end) {
     if (step_ != 64) configure_attention_tiles(64);
-    const uint8_t* weights = align64(scratch_.weights.data()) + g * CHUNK * 32 + first * 2048;
-    int32_t* part = align64(scratch_.part.data());
+    const uint8_t* weights = weights_ + g * CHUNK * 32 + first * 2048;
+    int32_t* part = part_;
     for (int64_t half = 0; half < 2; ++half)
-      weighted_sum_codes(weights, align64(scratch_.values.data()) + first * 4096 + half * 2048, end - first, part + half * 512,
+      weighted_sum_codes(weights, values_ + first * 4096 + half * 2048, end - first, part + half * 512,
                   part + 1024 + half * 512);
   }
 
   // Reads 64 elements of a column.
   void read_column(int64_t c, float* to) const {
-    const int32_t* column = align64(scratch_.part.data()) + c % 16 * 16;
-    const __m512 scale = _mm512_set1_ps(align64(scratch_.maxima.data())[c]);
+    const int32_t* column = part_ + c % 16 * 16;
+    const __m512 scale = _mm512_set1_ps(maxima_[c]);
     __m512 x[4], y[4];
     for (int i = 0; i < 4; ++i) x[i] = _mm512_mul_ps(join_planes(column + i * 256, column + 1024 + i * 256), scale);
     // A tile has every fourth group of four elements.
@@ -228,25 +232,16 @@ class Int8Tiles {
   Scales scales(int64_t g, bool values) const {
     const __m512i key_head = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(head_ + g * 16)));
     const __m512i indices = _mm512_add_epi32(key_head, _mm512_set1_epi32(int32_t(values * attention_.G)));
-    return {attention_.rows.scales_offset(), __mmask32((uint64_t(1) << 2 * attention_.G) - 1), _mm512_slli_epi32(indices, 16)};
+    return {scales_offset_, __mmask32((uint64_t(1) << 2 * attention_.G) - 1), _mm512_slli_epi32(indices, 16)};
   }
 
-  // Reused across calls.
-  struct Scratch {
-    std::vector<uint8_t> queries, weights = std::vector<uint8_t>(COLUMNS * CHUNK * 2 + 64);
-    std::vector<int8_t> values = std::vector<int8_t>(CHUNK * 64 + 64);
-    std::vector<float> maxima = std::vector<float>(COLUMNS + 16);
-    std::vector<int32_t> part = std::vector<int32_t>(2 * 16 * 64 + 16);
-
-    static Scratch& get(int64_t width) {
-      static thread_local Scratch scratch;
-      scratch.queries.resize(std::max<size_t>(scratch.queries.size(), GROUPS * (width / 4) * 2048 + 64));
-      return scratch;
-    }
-  };
-
   const Attention& attention_;
-  Scratch& scratch_;
+  const int64_t scales_offset_;
+  Scratch scratch_;
+  uint8_t *const queries_, *const weights_;
+  int8_t* const values_;
+  float* const maxima_;
+  int32_t* const part_;
   int64_t step_ = 64, steps_ = 0;  // bytes of keys per tile, and tiles per key
   uint16_t head_[COLUMNS] = {};
 };

@@ -4,8 +4,9 @@
 #include <bit>
 #include <numeric>
 
-#include "linear/product.h"
 #include "attention/view.h"
+#include "linear/product.h"
+#include "simd/scratch.h"
 
 constexpr int64_t KEY_TILE = 16;  // tokens whose index keys are stored together
 constexpr int64_t TASK_TOKENS = 1024;  // cached tokens per task
@@ -38,7 +39,7 @@ inline float dot(const float* w, const float* x, int64_t count) {
 
 // Writes the index keys of a step's tokens, from their features, to their slots. `halves`: for coded rows, the first
 // features are rounded to integers from -half to half - 1.
-void write_index(const at::Tensor& features_NF, const std::optional<at::Tensor>& halves_R, const at::Tensor& weight_IF,
+inline void write_index(const at::Tensor& features_NF, const std::optional<at::Tensor>& halves_R, const at::Tensor& weight_IF,
                  const at::Tensor& bias_I, const std::optional<at::Tensor>& rotation_N1P, const at::Tensor& frequency,
                  at::Tensor& keys, const at::Tensor& slots_N) {
   const int64_t N = features_NF.size(0), F = features_NF.size(1), I = weight_IF.size(0), stride = features_NF.stride(0);
@@ -52,12 +53,13 @@ void write_index(const at::Tensor& features_NF, const std::optional<at::Tensor>&
   const int64_t* slots = slots_N.const_data_ptr<int64_t>();
   int8_t* to = keys.mutable_data_ptr<int8_t>();
   at::parallel_for(0, N, 8, [&](int64_t begin, int64_t end) {
-    std::vector<float> x(F), y(I);
+    Scratch scratch;
+    float *x = scratch.get<float>(F), *y = scratch.get<float>(I);
     for (int64_t n = begin; n < end; ++n) {
       for (int64_t f = 0; f < F; ++f) x[f] = features[n * stride + f];
       for (int64_t f = 0; f < R; ++f) x[f] = std::clamp(std::nearbyint(x[f]), -halves[f], halves[f] - 1);
-      for (int64_t i = 0; i < I; ++i) y[i] = dot(weight + i * F, x.data(), F) + bias[i];
-      pairs.rotate(n, y.data());
+      for (int64_t i = 0; i < I; ++i) y[i] = dot(weight + i * F, x, F) + bias[i];
+      pairs.rotate(n, y);
       int8_t* key = to + slots[n] / KEY_TILE * I * KEY_TILE + slots[n] % KEY_TILE;
       for (int64_t i = 0; i < I; ++i) {
         const float rounded = std::isnan(y[i]) ? 0.0f : std::nearbyint(y[i]);
@@ -92,21 +94,23 @@ inline void select_largest(const float* scores, int64_t size, int64_t count, int
   };
   // Radix selection of the count-th largest score. Few candidates remain after the first digit.
   constexpr uint32_t END = 0x7f800001;  // above infinity
-  static thread_local std::vector<int32_t> candidates;
+  Scratch scratch;
+  auto* candidates = scratch.get<int32_t>(size);
+  int64_t num_candidates = 0;
   uint32_t prefix = 0;
   int64_t remaining = count;
   for (int shift : {20, 10, 0}) {
     std::array<int32_t, 2048> histogram{};
     if (shift == 20) for (int64_t t = 0; t < size; ++t) ++histogram[bits(t) >> shift];
-    else for (int32_t t : candidates) histogram[bits(t) >> shift & 1023] += bits(t) >> (shift + 10) == prefix >> (shift + 10);
+    else for (int32_t t : std::span(candidates, num_candidates))
+      histogram[bits(t) >> shift & 1023] += bits(t) >> (shift + 10) == prefix >> (shift + 10);
     int64_t digit = shift == 20 ? 2047 : 1023;
     while (histogram[digit] < remaining) remaining -= histogram[digit--];
     prefix |= uint32_t(digit) << shift;
     if (shift != 20) continue;
-    candidates.clear();
-    visit_between(prefix, prefix + (1u << shift), [&](int64_t t) { candidates.push_back(int32_t(t)); });
+    visit_between(prefix, prefix + (1u << shift), [&](int64_t t) { candidates[num_candidates++] = int32_t(t); });
   }
-  int64_t equal = std::count_if(candidates.begin(), candidates.end(), [&](int32_t t) { return bits(t) == prefix; });
+  int64_t equal = std::count_if(candidates, candidates + num_candidates, [&](int32_t t) { return bits(t) == prefix; });
   visit_between(prefix, END, [&](int64_t t) {
     if (bits(t) != prefix || --equal < remaining) *places++ = int32_t(t);
   });
@@ -149,22 +153,21 @@ std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t
     scorings.push_back({s, length, padded, (padded + TASK_TOKENS - 1) / TASK_TOKENS});
     scratch_size += H * I + (H + 1) * padded + 2 * H * scorings.back().tasks;
   }
-  // Reused across layers, because the OS would commit fresh memory page by page.
-  static thread_local std::vector<float> scratch;
-  scratch.resize(std::max<size_t>(scratch.size(), scratch_size));
-  float* next = scratch.data();
+  Scratch scratch;
+  auto* next = scratch.get<float>(scratch_size);
   for (Scoring& scoring : scorings) {
     scoring.queries = next, scoring.weights = scoring.queries + H * I, scoring.scores = scoring.weights + H * scoring.padded;
     scoring.maxima = scoring.scores + scoring.padded, scoring.sums = scoring.maxima + H * scoring.tasks;
     next = scoring.sums + H * scoring.tasks;
   }
   at::parallel_for(0, scorings.size() * H, 4, [&](int64_t begin, int64_t end) {
-    std::vector<float> x(E);
+    Scratch scratch;
+    auto* x = scratch.get<float>(E);
     for (int64_t at = begin; at < end; ++at) {
       const int64_t h = at % H, n = view.query(scorings[at / H].s + 1) - 1;
       float* u = scorings[at / H].queries + h * I;
       for (int64_t e = 0; e < E; ++e) x[e] = qs[n * q_NX.stride(0) + h * E + e];
-      for (int64_t i = 0; i < I; ++i) u[i] = dot(weight + (h / (H / G) * I + i) * E, x.data(), E);
+      for (int64_t i = 0; i < I; ++i) u[i] = dot(weight + (h / (H / G) * I + i) * E, x, E);
       pairs.rotate(n, u);
     }
   });
@@ -213,7 +216,8 @@ std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t
   });
   // Mean over heads of the softmax over all tokens.
   at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> share(H);
+    Scratch scratch;
+    auto* share = scratch.get<float>(H);
     for (int64_t task = begin; task < end; ++task) {
       const auto [i, first] = tasks[task];
       const Scoring& scoring = scorings[i];

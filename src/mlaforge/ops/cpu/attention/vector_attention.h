@@ -120,7 +120,11 @@ class VectorKernel {
  public:
   explicit VectorKernel(const Attention& attention)
       : attention_(attention), view_(attention.view), reader_(attention, CHUNK, false), width_((attention.D + 7) / 8 * 8),
-        scratch_(Scratch::get(width_, attention.G)) {}
+        scales_offset_(CODES ? attention.rows.codes()->scales_offset : 0),
+        queries_(scratch_.get<Operand>(COLUMNS * width_)), keys_(scratch_.get<Packed>(SPAN * 16 * width_)),
+        scores_(scratch_.get<float>(COLUMNS * CHUNK)),
+        weights_(PAIRS ? scratch_.get<Operand>(COLUMNS * CHUNK) : nullptr),
+        scales_(CODES ? scratch_.get<float>(2 * attention.G * CHUNK) : nullptr) {}
 
   static bool fuses_heads(const Attention&) { return true; }
 
@@ -138,7 +142,7 @@ class VectorKernel {
       probe_weights_[i] = attention_.probe && last ? attention_.probe->for_head(task.sequence, task.head(c)) : nullptr;
       first_position_ = std::min(first_position_, position_[i]), last_position_ = std::max(last_position_, position_[i]);
       const float* from = attention_.q + ((view_.query(task.sequence) + m) * attention_.H + task.head(c)) * attention_.D;
-      Operand* to = scratch_.queries.data() + i * width_;
+      Operand* to = queries_ + i * width_;
       if constexpr (CODES) {
         const Int16Quantizer quantizer(from, attention_.D);
         scale_[i] = attention_.scale * quantizer.scale;
@@ -162,7 +166,7 @@ class VectorKernel {
       return;
     }
     const int64_t from = low / 16 * 16, to = (high + 15) / 16 * 16, first_even = low / 2 * 2;
-    float* scores = scratch_.scores.data();
+    float* scores = scores_;
     const T** row = reader_.row;
     reader_.begin_chunk(current, next);
     for (int64_t t = from; t < to; t += 16 * SPAN) {
@@ -174,9 +178,9 @@ class VectorKernel {
       for (int64_t g = 0; g < groups; ++g) {
         for (int64_t b = 0; b < blocks; ++b, reader_.prefetch_step(), reader_.prefetch_step())
           pack_keys(row + t + b * 16, task.set.k + g * attention_.row.k_head, attention_.D,
-                    scratch_.keys.data() + b * 16 * width_);
-        product<false>(scratch_.keys.data(), blocks, scratch_.queries.data() + g * columns_per_head_ * width_,
-                       columns_per_head_, width_, width_, scores + g * columns_per_head_ * CHUNK + t, CHUNK);
+                    keys_ + b * 16 * width_);
+        product<false>(keys_, blocks, queries_ + g * columns_per_head_ * width_, columns_per_head_, width_, width_,
+                       scores + g * columns_per_head_ * CHUNK + t, CHUNK);
       }
     }
     if constexpr (CODES) load_scales(from, to);
@@ -198,7 +202,7 @@ class VectorKernel {
           auto sum_lines = [&](auto lines, int64_t n) {
             const int64_t first = g * columns_per_head_ + i;
             if constexpr (PAIRS)
-              weighted_sum<N, lines>(scratch_.weights.data() + first * CHUNK + first_even, row + first_even,
+              weighted_sum<N, lines>(weights_ + first * CHUNK + first_even, row + first_even,
                                      (high - first_even + 1) / 2 * 2, value + n, width - n, places, n,
                                      weight_scale_ + first);
             else weighted_sum<N, lines>(scores + first * CHUNK + low, row + low, high - low, value + n, width - n, places, n);
@@ -221,27 +225,11 @@ class VectorKernel {
   static constexpr bool CODES = std::is_same_v<T, int8_t>, PAIRS = !std::is_same_v<Operand, float>;
   using Packed = std::conditional_t<CODES, int16_t, bf16>;
 
-  // Reused across calls.
-  struct Scratch {
-    std::vector<Operand> queries;
-    std::vector<Packed> keys;
-    std::vector<float> scores = std::vector<float>(COLUMNS * CHUNK), scales;
-    std::vector<Operand> weights = std::vector<Operand>(PAIRS ? COLUMNS * CHUNK : 0);
-
-    static Scratch& get(int64_t width, int64_t heads) {
-      static thread_local Scratch scratch;
-      scratch.queries.resize(std::max<size_t>(scratch.queries.size(), COLUMNS * width + 16));
-      scratch.keys.resize(std::max<size_t>(scratch.keys.size(), SPAN * 16 * width));
-      scratch.scales.resize(std::max<size_t>(scratch.scales.size(), CODES * 2 * heads * CHUNK));
-      return scratch;
-    }
-  };
-
   // Scales of tokens [from, to) of a chunk: [keys and values, KV heads, CHUNK].
   void load_scales(int64_t from, int64_t to) {
     for (int64_t t = from; t < to; ++t) {
-      const bf16* scale = (const bf16*)(reader_.row[t] + attention_.rows.scales_offset());
-      for (int64_t i = 0; i < 2 * attention_.G; ++i) scratch_.scales[i * CHUNK + t] = scale[i];
+      const bf16* scale = (const bf16*)(reader_.row[t] + scales_offset_);
+      for (int64_t i = 0; i < 2 * attention_.G; ++i) scales_[i * CHUNK + t] = scale[i];
     }
   }
 
@@ -258,7 +246,7 @@ class VectorKernel {
     Floats largest = minus_inf, total = zero;
     const float *key_scales = nullptr, *value_scales = nullptr;
     if constexpr (CODES)
-      key_scales = scratch_.scales.data() + head_[i] * CHUNK, value_scales = key_scales + attention_.G * CHUNK;
+      key_scales = scales_ + head_[i] * CHUNK, value_scales = key_scales + attention_.G * CHUNK;
     for (int64_t t = from; t < to; t += 16) {
       Floats logits = load(score + t);
       if constexpr (CODES) logits = logits * load(key_scales + t);
@@ -283,7 +271,7 @@ class VectorKernel {
         weight = select(bits, weight * load(value_scales + t), zero);
         largest_weight = max(largest_weight, weight), weight_sum = weight_sum + weight;
       }
-      if constexpr (PAIRS && !CODES) narrow(scratch_.weights.data() + i * CHUNK + t, weight, 16);
+      if constexpr (PAIRS && !CODES) narrow(weights_ + i * CHUNK + t, weight, 16);
       else store(score + t, weight);
     }
     if constexpr (CODES) {
@@ -291,7 +279,7 @@ class VectorKernel {
       const float weight_max = reduce_max(largest_weight) + 0.0f * reduce_add(weight_sum);
       const Floats factor = splat(std::min(32767.0f / weight_max, 1e38f));
       weight_scale_[i] = weight_max / 32767.0f;
-      for (int64_t t = from; t < to; t += 16) store(scratch_.weights.data() + i * CHUNK + t, load(score + t) * factor);
+      for (int64_t t = from; t < to; t += 16) store(weights_ + i * CHUNK + t, load(score + t) * factor);
     }
     return {peak, reduce_add(total)};
   }
@@ -299,8 +287,13 @@ class VectorKernel {
   const Attention& attention_;
   const View& view_;
   RowReader<T> reader_;
-  const int64_t width_;
-  Scratch& scratch_;
+  const int64_t width_, scales_offset_;
+  Scratch scratch_;
+  Operand* const queries_;
+  Packed* const keys_;
+  float* const scores_;
+  Operand* const weights_;  // of pairs
+  float* const scales_;  // of codes: keys and values, KV heads, CHUNK
   // columns per KV head; first and last position of the columns
   int64_t columns_per_head_ = 0, first_position_ = 0, last_position_ = 0;
   int64_t column_[COLUMNS], position_[COLUMNS], head_[COLUMNS];

@@ -15,6 +15,17 @@ struct View {
   int64_t block_size, window;
   std::optional<at::Tensor> tree_Tn;
 
+  // All tokens of sequences, without query tokens.
+  static View text(const at::Tensor& table_SB, const at::Tensor& seq_lens_S, int64_t block_size) {
+    return {table_SB, seq_lens_S, at::zeros_like(seq_lens_S), at::empty(0), block_size, 0, std::nullopt};
+  }
+  // Sequences [begin, end), whose query tokens are counted from 0.
+  View part(int64_t begin, int64_t end) const {
+    auto narrowed = [&](const at::Tensor& x, int64_t more) { return x.narrow(0, begin, end - begin + more); };
+    return {narrowed(table_SB, 0), narrowed(seq_lens_S, 0), narrowed(first_S, 0),
+            narrowed(query_start_S1, 1) - query(begin), block_size, window, tree_Tn};
+  }
+
   int64_t sequences() const { return seq_lens_S.size(0); }
   int64_t length(int64_t s) const { return seq_lens_S.const_data_ptr<int32_t>()[s]; }
   int64_t first(int64_t s) const { return first_S.const_data_ptr<int32_t>()[s]; }

@@ -98,8 +98,8 @@ at::Tensor mixture_typed(const at::Tensor& x_NC, const at::Tensor& topk_ids_NK, 
   at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) rows.put(n, [&](int64_t k) { return load16(xs + n * C + k); });
   });
-  const at::Tensor hidden_P2I = at::empty({P, 2, I}, at::kFloat), out_PC = at::empty({P, C}, at::kFloat);
-  float *hidden = hidden_P2I.mutable_data_ptr<float>(), *outs = out_PC.mutable_data_ptr<float>();
+  Scratch scratch;
+  float *hidden = scratch.get<float>(P * 2 * I), *outs = scratch.get<float>(P * C);
   // Gate and up outputs alternate in the weight; they are separated here.
   mixture_product(
       up_blocks.const_data_ptr<uint8_t>(), up_scales.const_data_ptr<uint8_t>(), 2 * I, C, pairing, rows,

@@ -12,6 +12,7 @@
 // Legend: K inputs, a multiple of 32, M outputs, G = K / 32 groups.
 #pragma once
 #include "simd/registers.h"
+#include "simd/scratch.h"
 #include "simd/vectors.h"
 
 // One register of: codes of some groups (16 bytes each, even inputs in the low nibbles), 16- or 32-bit integers, or sums,
@@ -85,8 +86,7 @@ class Int16Rows {
  public:
   Int16Rows(int64_t rows, int64_t K)
       : K_(K), length_((K + MX_INPUTS - 1) / MX_INPUTS * MX_INPUTS),
-        storage_(at::empty({rows * length_ + 32}, at::kShort)), scales_(rows),
-        data_(align64(storage_.mutable_data_ptr<int16_t>())) {}
+        scales_(scratch_.get<float>(rows)), data_(scratch_.get<int16_t>(rows * length_)) {}
 
   const int16_t* row(int64_t n) const { return data_ + n * length_; }
   // Factor of a sum: codes are doubled, and products are times 256.
@@ -112,9 +112,9 @@ class Int16Rows {
 
  private:
   const int64_t K_, length_;
-  at::Tensor storage_;
-  std::vector<float> scales_;
-  int16_t* data_;
+  Scratch scratch_;
+  float* const scales_;
+  int16_t* const data_;
 };
 
 // A weight's outputs: codes [M, K / 2] and exponents [M, G].

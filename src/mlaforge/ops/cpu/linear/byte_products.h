@@ -112,7 +112,8 @@ void integer_product_blocks(const Weights& weights, const int8_t* x, int64_t N, 
   const int64_t panel = std::max<int64_t>(1, BYTE_PANEL / (2 * steps * TILE_BYTES)) * 16;
   at::parallel_for(0, (blocks + 1) / 2, 1, [&](int64_t begin, int64_t end) {
     alignas(64) int32_t y[32 * 32];
-    const AlignedBuffer buffer(2 * steps * TILE_BYTES);
+    Scratch scratch;
+    auto* buffer = scratch.get<uint8_t>(2 * steps * TILE_BYTES);
     int64_t configured_rows = -1;
     for (int64_t panel_begin = 0; panel_begin < N; panel_begin += panel)
       for (int64_t b = 2 * begin; b < std::min(2 * end, blocks); b += 2) {
@@ -133,7 +134,7 @@ void integer_product_blocks(const Weights& weights, const int8_t* x, int64_t N, 
         };
         const Weights w0 = weights.from(b * steps), w1 = weights.from((b + has_second) * steps);
         if (N <= 16) multiply_rows(w0, w1);
-        else multiply_rows(w0.unpacked(steps, buffer.data), w1.unpacked(steps, buffer.data + steps * TILE_BYTES));
+        else multiply_rows(w0.unpacked(steps, buffer), w1.unpacked(steps, buffer + steps * TILE_BYTES));
       }
     release_tiles();
   });
@@ -179,7 +180,8 @@ void integer_product_blocks(const Weights& weights, const int8_t* x, int64_t N, 
                       const ByteSink& sink) {
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     __m512i y[2 * MAX_ROWS];
-    const AlignedBuffer buffer(steps * TILE_BYTES);
+    Scratch scratch;
+    auto* buffer = scratch.get<uint8_t>(steps * TILE_BYTES);
     for (int64_t b = begin; b < end; ++b) {
       auto multiply_rows = [&](const auto& w) {
         for (int64_t n = 0; n < N; n += MAX_ROWS) {
@@ -190,7 +192,7 @@ void integer_product_blocks(const Weights& weights, const int8_t* x, int64_t N, 
       };
       const Weights w = weights.from(b * steps);
       if (N <= MAX_ROWS) multiply_rows(w);
-      else multiply_rows(w.unpacked(steps, buffer.data));
+      else multiply_rows(w.unpacked(steps, buffer));
     }
   });
 }
@@ -202,13 +204,13 @@ at::Tensor integer_product(const Weights& weights, int64_t steps, int64_t blocks
                          const at::Tensor& scales, const Sink& sink) {
   const int64_t N = x_NK.size(0), K = x_NK.size(1);
   const at::Tensor x = x_NK.contiguous();
-  const at::Tensor bytes = at::empty({(N + 7) / 8 * steps * TILE_BYTES}, x_NK.options().dtype(at::kChar));
-  std::vector<ByteRow> rows(N);
-  int8_t* to = bytes.mutable_data_ptr<int8_t>();
+  Scratch scratch;
+  auto* rows = scratch.get<ByteRow>(N);
+  auto* to = scratch.get<int8_t>((N + 7) / 8 * steps * TILE_BYTES);
   const bf16* from = x.const_data_ptr<bf16>();
   at::parallel_for(0, N, 16, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) rows[n] = to_bytes(from + n * K, K, steps, n, to);
   });
-  integer_product_blocks(weights, to, N, steps, blocks, ByteSink{rows.data(), scales.const_data_ptr<float>(), sink});
+  integer_product_blocks(weights, to, N, steps, blocks, ByteSink{rows, scales.const_data_ptr<float>(), sink});
   return sink.out();
 }

@@ -1,5 +1,6 @@
 // 8-bit weights as the kernels multiply them (linear_int8.h); other formats unpack to these (linear_int4.h).
 #pragma once
+#include "simd/scratch.h"
 #include "simd/vectors.h"
 
 constexpr int64_t STEP = 64;  // inputs per tile
@@ -18,12 +19,4 @@ struct Int8Weights {
   }
   // Returns `steps` steps in one place, for rows that read them again.
   Int8Weights unpacked(int64_t, uint8_t*) const { return *this; }
-};
-
-// Cache-line-aligned memory.
-struct AlignedBuffer {
-  uint8_t* data;
-  explicit AlignedBuffer(int64_t bytes) : data((uint8_t*)std::aligned_alloc(64, bytes)) {}
-  ~AlignedBuffer() { std::free(data); }
-  AlignedBuffer(const AlignedBuffer&) = delete;
 };

@@ -14,9 +14,9 @@ constexpr int64_t SHORT_PANEL = 1 << 18;  // bytes of x that stay in the cache d
 class ShortRows {
  public:
   ShortRows(const at::Tensor& x_NK, int64_t steps)
-      : length_(steps * STEP), spans_((steps + SPAN - 1) / SPAN), scales_(x_NK.size(0)),
-        initial_sums_(x_NK.size(0) * spans_), storage_(at::empty({x_NK.size(0) * length_}, at::kShort)),
-        data_(storage_.mutable_data_ptr<int16_t>()) {
+      : length_(steps * STEP), spans_((steps + SPAN - 1) / SPAN), scales_(scratch_.get<float>(x_NK.size(0))),
+        initial_sums_(scratch_.get<int32_t>(x_NK.size(0) * spans_)),
+        data_(scratch_.get<int16_t>(x_NK.size(0) * length_)) {
     const at::Tensor x = x_NK.contiguous();
     const bf16* from = x.const_data_ptr<bf16>();
     const int64_t K = x.size(1);
@@ -53,10 +53,10 @@ class ShortRows {
   }
 
   const int64_t length_, spans_;
-  std::vector<float> scales_;
-  std::vector<int32_t> initial_sums_;
-  at::Tensor storage_;
-  int16_t* data_;
+  Scratch scratch_;
+  float* const scales_;
+  int32_t* const initial_sums_;
+  int16_t* const data_;
 };
 
 // Multiplies N rows of x, from row n on, by a block of 16 outputs.
@@ -107,7 +107,8 @@ at::Tensor integer_product(const Weights& weights, int64_t steps, int64_t blocks
   const float* scale = scales.const_data_ptr<float>();
   const ShortRows x(x_NK, steps);
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    const AlignedBuffer buffer(steps * TILE_BYTES);
+    Scratch scratch;
+    auto* buffer = scratch.get<uint8_t>(steps * TILE_BYTES);
     for (int64_t panel_begin = 0; panel_begin < N; panel_begin += panel)
       for (int64_t b = begin; b < end; ++b) {
         auto multiply_rows = [&](const auto& w) {
@@ -120,7 +121,7 @@ at::Tensor integer_product(const Weights& weights, int64_t steps, int64_t blocks
         };
         const Weights w = weights.from(b * steps);
         if (N <= SHORT_ROWS) multiply_rows(w);
-        else multiply_rows(w.unpacked(steps, buffer.data));
+        else multiply_rows(w.unpacked(steps, buffer));
       }
   });
   return sink.out();

@@ -9,6 +9,7 @@
 #include "rows/int8_rows.h"
 
 struct CodedRows {
+  static constexpr int64_t ID = 3, TOKENS = 1;
   static constexpr int64_t MAX_BITS = 11, ALIGNMENT = 16;
   static constexpr int64_t BLOCK = 32;  // coordinates that are encoded or decoded at a time
 
@@ -45,7 +46,7 @@ struct CodedRows {
     if (rope_) rotary_ = Int8Rows(std::array<int64_t, 1>{rope_});
   }
 
-  int64_t row_bytes() const { return bytes_; }
+  int64_t unit_bytes() const { return bytes_; }
 
   void write(const bf16* row, uint8_t* to) const {
     std::memset(to, 0, bytes_);
@@ -53,7 +54,7 @@ struct CodedRows {
       for (int64_t i = 0; i < run.count; i += BLOCK) write_block(run, i, row, to);
     if (!rope_) return;
     static thread_local std::vector<uint8_t> rotary;
-    rotary.resize(rotary_.row_bytes());
+    rotary.resize(rotary_.unit_bytes());
     rotary_.write(row + rank, rotary.data());
     std::memcpy(to + rope_offset_, rotary.data(), rope_);
     std::memcpy(to + scale_offset_, rotary.data() + rotary_.scales_offset(), 2);
@@ -73,6 +74,11 @@ struct CodedRows {
       for (int64_t i = from; i < until; i += 16)
         narrow(rows + t * width + rank + i, widen(codes + i, until - i) * scale, std::min<int64_t>(16, until - i));
     }
+  }
+
+  // Prefetches a whole row: every range of elements has bits in most planes.
+  void prefetch(const uint8_t* packed, int64_t slot, int64_t, int64_t) const {
+    prefetch_bytes(packed + slot * unit_bytes(), unit_bytes());
   }
 
  private:

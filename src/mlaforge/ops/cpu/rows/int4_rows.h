@@ -1,24 +1,26 @@
-// 4-bit rows, 32 tokens per unit (ops/row_format.py, Int4): a scale and a minimum per key channel, and per token and head of
+// 4-bit rows, 32 tokens per unit (ops/row_formats/int4.py): a scale and a minimum per key channel, and per token and head of
 // the values.
 #pragma once
+#include "simd/scratch.h"
 #include "simd/vectors.h"
 
 struct Int4Rows {
-  static constexpr int64_t TOKENS = 32;  // tokens per unit
+  static constexpr int64_t ID = 2, TOKENS = 32;
 
-  int64_t heads = 0, head_dim = 0;
+  const int64_t heads, head_dim, width;
+
+  // sizes: KV heads, head_dim.
+  explicit Int4Rows(at::IntArrayRef sizes) : heads(checked(sizes)[0]), head_dim(sizes[1]), width(2 * channels()) {}
 
   int64_t channels() const { return heads * head_dim; }
-  int64_t width() const { return 2 * channels(); }
-  int64_t unit_bytes() const { return TOKENS * width() / 2 + 4 * channels() + 4 * TOKENS * heads; }
+  int64_t unit_bytes() const { return TOKENS * width / 2 + 4 * channels() + 4 * TOKENS * heads; }
 
   // Quantizes 32 contiguous rows into a unit.
   void write(const bf16* rows, uint8_t* bytes) const {
-    const int64_t C = channels(), W = width(), D = head_dim;
+    const int64_t C = channels(), W = width, D = head_dim;
     const Unit unit = at(bytes);
-    std::vector<float> ranges(2 * C, INF);
-    float *minima = ranges.data(), *maxima = minima + C;
-    std::fill_n(maxima, C, -INF);
+    Scratch scratch;
+    float *minima = scratch.filled(C, INF), *maxima = scratch.filled(C, -INF);
     for (int64_t t = 0; t < TOKENS; ++t)
       for (int64_t c = 0; c < C; ++c) extend_range(minima[c], maxima[c], rows[t * W + c]);
     for (int64_t c = 0; c < C; ++c) unit.set_range(unit.key_scales, unit.key_minima, c, minima[c], maxima[c]);
@@ -35,9 +37,37 @@ struct Int4Rows {
     }
   }
 
-  // Decodes elements [first, last) of tokens [from, to) to their columns of rows [to - from, width].
-  void read(const uint8_t* bytes, int64_t from, int64_t to, int64_t first, int64_t last, bf16* rows) const {
-    const int64_t C = channels(), W = width();
+  // Decodes elements [first, last) of the rows at `slots` to their columns of rows [count, width].
+  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows) const {
+    // Consecutive tokens of one unit are decoded together.
+    for (int64_t t = 0, end; t < count; t = end) {
+      for (end = t + 1; end < count && slots[end] == slots[end - 1] + 1 && slots[end] % TOKENS;) ++end;
+      const int64_t token = slots[t] % TOKENS;
+      read_unit(packed + slots[t] / TOKENS * unit_bytes(), token, token + end - t, first, last, rows + t * width);
+    }
+  }
+
+  // Prefetches elements [first, last) of a row, and its share of the unit's scales.
+  void prefetch(const uint8_t* packed, int64_t slot, int64_t first, int64_t last) const {
+    const uint8_t* bytes = packed + slot / TOKENS * unit_bytes();
+    const int64_t t = slot % TOKENS, C = channels(), codes = TOKENS * C;
+    const int64_t scale_bytes = (4 * C + 4 * TOKENS * heads) / TOKENS;
+    if (first < C) {
+      prefetch_bytes(bytes + (t * C + first) / 2, (std::min(last, C) - first) / 2);
+      prefetch_bytes(bytes + codes + t * scale_bytes, scale_bytes);
+    }
+    if (last > C) prefetch_bytes(bytes + ((TOKENS + t - 1) * C + std::max(first, C)) / 2, (last - std::max(first, C)) / 2);
+  }
+
+ private:
+  static at::IntArrayRef checked(at::IntArrayRef sizes) {
+    TORCH_CHECK(sizes.size() == 2 && sizes[1] % 2 == 0, "int4 rows of sizes ", sizes, " are not supported");
+    return sizes;
+  }
+
+  // Decodes elements [first, last) of tokens [from, to) of a unit to their columns of rows [to - from, width].
+  void read_unit(const uint8_t* bytes, int64_t from, int64_t to, int64_t first, int64_t last, bf16* rows) const {
+    const int64_t C = channels(), W = width;
     const Unit unit = at((uint8_t*)bytes);
     // Full loads may read past the codes and scales: other parts of the unit follow them.
     for (int64_t c = first; c < std::min(last, C); c += LANES) {
@@ -64,17 +94,6 @@ struct Int4Rows {
     }
   }
 
-  // Prefetches elements [first, last) of a token's row, and the token's share of the scales.
-  void prefetch(const uint8_t* bytes, int64_t t, int64_t first, int64_t last) const {
-    const int64_t C = channels(), codes = TOKENS * C, scale_bytes = (4 * C + 4 * TOKENS * heads) / TOKENS;
-    if (first < C) {
-      prefetch_bytes(bytes + (t * C + first) / 2, (std::min(last, C) - first) / 2);
-      prefetch_bytes(bytes + codes + t * scale_bytes, scale_bytes);
-    }
-    if (last > C) prefetch_bytes(bytes + ((TOKENS + t - 1) * C + std::max(first, C)) / 2, (last - std::max(first, C)) / 2);
-  }
-
- private:
   struct Unit {
     uint8_t *keys, *values;
     bf16 *key_scales, *key_minima, *value_scales, *value_minima;

@@ -1,31 +1,23 @@
-// 8-bit rows (ops/row_format.py, Int8): a token's codes, then one bf16 scale per group of its row.
+// 8-bit rows (ops/row_formats/int8.py): a token's codes, then one bf16 scale per group of its row.
 #pragma once
+#include "rows/row_codes.h"
 #include "simd/vectors.h"
 
-// Symmetric quantization to 16 bits: x = scale * quantized(x), after rounding; the largest magnitude becomes 32767.
-struct Int16Quantizer {
-  float scale, factor;
-
-  Int16Quantizer(const float* x, int64_t count) {
-    Floats largest = splat(0.0f);
-    for (int64_t i = 0; i < count; i += 16) largest = max(largest, abs(load(x + i, count - i)));
-    scale = reduce_max(largest) / 32767.0f, factor = std::min(32767.0f / reduce_max(largest), 1e38f);
-  }
-
-  Floats quantized(Floats x) const { return x * splat(factor); }
-};
-
 struct Int8Rows {
+  static constexpr int64_t ID = 1, TOKENS = 1;
+
   std::vector<int64_t> group_sizes;  // elements of each group
   int64_t width = 0;
 
   Int8Rows() = default;
-  explicit Int8Rows(at::IntArrayRef group_sizes) : group_sizes(group_sizes.vec()) {
-    for (int64_t size : group_sizes) width += size;
+  // sizes: elements of each group.
+  explicit Int8Rows(at::IntArrayRef sizes) : group_sizes(sizes.vec()) {
+    for (int64_t size : sizes) width += size;
   }
 
   int64_t scales_offset() const { return width + width % 2; }  // first byte of the scales
-  int64_t row_bytes() const { return scales_offset() + 2 * int64_t(group_sizes.size()); }
+  int64_t unit_bytes() const { return scales_offset() + 2 * int64_t(group_sizes.size()); }
+  RowCodes codes() const { return {group_sizes, scales_offset()}; }
 
   void write(const bf16* row, uint8_t* to) const {
     auto* codes = (int8_t*)to;
@@ -46,7 +38,7 @@ struct Int8Rows {
 
   // Decodes elements [first, last) of the rows at `slots` to their columns of rows [count, width].
   void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows) const {
-    const int64_t stride = row_bytes(), width = this->width;
+    const int64_t stride = unit_bytes(), width = this->width;
     for (int64_t group = 0, group_begin = 0; group_begin < last; group_begin += group_sizes[group++]) {
       const int64_t from = std::max(group_begin, first), end = std::min(group_begin + group_sizes[group], last);
       const int64_t scale_offset = scales_offset() + 2 * group;
@@ -61,5 +53,10 @@ struct Int8Rows {
         for (; i < end; i += 16) narrow(row + i, widen(codes + i, end - i) * scale16, std::min<int64_t>(16, end - i));
       }
     }
+  }
+
+  // Prefetches elements [first, last) of a row, without its scales.
+  void prefetch(const uint8_t* packed, int64_t slot, int64_t first, int64_t last) const {
+    prefetch_bytes(packed + slot * unit_bytes() + first, last - first);
   }
 };

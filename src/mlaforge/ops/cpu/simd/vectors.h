@@ -14,12 +14,6 @@ using bf16 = at::BFloat16;
 constexpr int64_t LANES = 32;  // bf16 elements of 16 pairs
 constexpr float INF = std::numeric_limits<float>::infinity();
 
-// Rounds a pointer up to a cache line of 64 bytes.
-template <typename T>
-T* align64(T* numbers) {
-  return (T*)(((uintptr_t)numbers + 63) & ~uintptr_t(63));
-}
-
 // Prefetches into L2. Written in assembly because GCC removes calls of functions that only prefetch.
 inline void prefetch_bytes(const void* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) asm volatile("prefetcht1 %0" : : "m"(((const char*)from)[at]));

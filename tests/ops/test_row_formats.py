@@ -1,5 +1,9 @@
-"""Row formats: decoded rows equal the written ones within the format's error, and the bytes match a second
-implementation of the format, element by element."""
+"""Row formats: decoded rows equal the written ones within the format's error, the bytes match a second implementation
+of the format, element by element, and descriptors have the bytes that are allocated."""
+
+import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -7,10 +11,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge.ops.row_format import INT4_TOKENS, Int4, Int8, Plain, format_from_descriptor
+from mlaforge.engine.cache.kv_cache import LayerCache
+from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.row_formats import (
+    common_tokens,
+    format_names,
+    row_format,
+    row_format_type,
+    row_format_types,
+)
+from mlaforge.ops.row_formats.coded import Coded
+from mlaforge.ops.row_formats.int4 import INT4_TOKENS, Int4
+from mlaforge.ops.row_formats.int8 import Int8
+from mlaforge.ops.row_formats.plain import Plain
 
-FP8 = Plain(12, torch.float8_e4m3fn)
+FP8 = Plain(12, "float8_e4m3fn")
 FORMATS = [Int8((8, 8)), Int8((5,)), Int8((24, 7)), Int8((16,) * 6), Int4(1, 2), Int4(2, 16), Int4(3, 20), FP8]
+CODED = [Coded((24, 16, 8)), Coded((24, 16, 8), 6), Coded((8,) * 3, 7)]
+PLAIN = [Plain(12, "bfloat16"), Plain(7, "float16"), Plain(7, "float32")]
+DESCRIPTORS = [*FORMATS, *CODED, *PLAIN]
 CPU = torch.device("cpu")
 
 
@@ -64,7 +83,6 @@ def test_decoded_rows_are_bf16_and_independent(format):
     x = bf16(4 * format.tokens, format.width)
     rows, units = filled(format, x)
     assert format.read(rows, units).dtype == torch.bfloat16
-    assert format_from_descriptor(format.descriptor, rows) == format
     assert len(rows[0].view(torch.uint8)) == format.unit_bytes
     one = format.empty(len(rows), CPU)
     for at in (2, 0, 3, 1):
@@ -122,9 +140,9 @@ def test_fp8_saturates():
     assert through(FP8, x)[0].tolist() == want
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_plain_rows_are_unchanged(dtype):
-    x = torch.randn(4, 6).to(dtype)
+    x = torch.randn(4, 6).to(getattr(torch, dtype))
     assert torch.equal(through(Plain(6, dtype), x), x)
 
 
@@ -180,3 +198,71 @@ def test_bytes_of_int4():
             assert least[0] == x[:, c].min() and least[1] == x[t, C + c // D * D :][:D].min()
     assert torch.equal(format.read(rows, units[:1]), torch.tensor(want).bfloat16())
     assert format.descriptor == [2, G, D]
+
+
+# The descriptors
+
+
+def test_every_format_is_tested():
+    assert {type(format) for format in DESCRIPTORS} == set(row_format_types().values())
+    assert set(format_names()) <= {format.name for format in DESCRIPTORS}
+
+
+@pytest.mark.parametrize("format", DESCRIPTORS, ids=str)
+def test_descriptor_has_the_bytes_of_the_tensors(format):
+    rows = format.empty(3, CPU)
+    assert rows.nbytes == 3 * format.unit_bytes == format.bytes(3 * format.tokens)
+    assert rows.nbytes == 3 * format.tokens * format.bytes_per_token
+    assert row_format_types()[format.id] is type(format) is row_format_type(format.name)
+    row = torch.zeros(format.tokens, format.width)
+    format.write(rows, torch.tensor([1]), row)
+    assert format.read(rows, torch.tensor([1])).shape == row.shape
+    # The parts follow each other without overlap; elements of whole bytes are aligned in every unit.
+    assert format.unit_bytes % format.alignment == 0 and common_tokens() % format.tokens == 0
+    assert format.parts[0].offset == 0 and format.parts[-1].stop <= format.unit_bytes
+    assert all(first.stop <= second.offset for first, second in itertools.pairwise(format.parts))
+    for part in format.parts:
+        assert part.offset % max(1, part.bits // 8) == 0 and format.alignment % max(1, part.bits // 8) == 0
+
+
+@pytest.mark.parametrize("format", DESCRIPTORS, ids=str)
+def test_blocks_have_the_bytes_of_the_descriptor(format):
+    """Packed ones and, where there are any, those whose tokens are not packed yet."""
+    size, unquantized = common_tokens(), 2 * format.newest_unquantized
+    rows = PagedRows.empty(format, 3 * size, torch.float32, CPU, unquantized * size)
+    layer = LayerCache("gqa", format, 0)
+    nbytes = sum(tensor.nbytes for tensor in rows.tensors)
+    assert nbytes == 3 * layer.block_bytes(size) + unquantized * layer.unquantized_block_bytes(size)
+    assert layer.block_bytes(size) == format.bytes(size)
+    assert layer.unquantized_block_bytes(size) == format.unquantized_bytes(size)
+
+
+def test_the_newest_tokens_of_int4_are_in_bf16():
+    format = Int4(2, 16)
+    assert [format.bytes(tokens) for tokens in (31, 32, 33)] == [31 * 128, format.unit_bytes, format.unit_bytes + 128]
+
+
+def test_formats_by_name():
+    groups = (16,) * 4
+    names = {name: row_format(name, groups, counts=(16,)) for name in ("fp32", "fp16", *format_names())}
+    assert all(format.name == name for name, format in names.items())
+    assert names["int8"] == Int8(groups) and names["int4"] == Int4(2, 16) and names["fp8"] == Plain(64, FP8.dtype)
+    assert row_format("auto", groups, "float32") == Plain(64, "float32")
+    assert row_format("auto", (24, 6), "float32", (24, 16, 8)) == Coded((24, 16, 8), 6) == CODED[1]
+    with pytest.raises(AssertionError, match="'int3' is the name of 0 row formats"):
+        row_format("int3", groups)
+    with pytest.raises(AssertionError, match=r"'torch\.bfloat16' is not one of float32, float16, bfloat16"):
+        Plain(12, "torch.bfloat16")
+
+
+def test_descriptors_load_no_torch():
+    code = (
+        "import sys\n"
+        "from mlaforge.ops.row_formats import format_names, row_format\n"
+        "import mlaforge.planning.plan, mlaforge.engine.config\n"
+        "formats = [row_format(name, (16, 16), counts=(16, 8)) for name in format_names()]\n"
+        "assert all(format.bytes(32) and format.parts and format.descriptor for format in formats)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
