@@ -10,7 +10,9 @@ from transformers import DynamicCache
 from mlaforge.checkpoint import loading
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.conversion.convert import completed
-from mlaforge.modeling.coded_rows_mla import CodedRows
+from mlaforge.modeling.coded_layout_mla import ALIGNMENT, VERSION, CodedLayout
+from mlaforge.modeling.configuration_mla import LlamaMlaConfig
+from mlaforge.modeling.modeling_mla import LlamaMlaForCausalLM
 from support.tiny_models import CASES, load_original
 
 EVERY = {"layers": "all"}
@@ -59,13 +61,12 @@ def test_coded_rows_have_the_requested_bits(family, layout, converted):
     per_token = sum(row.shape[-1] for row in rows)
     assert per_token == metrics["cache"]["mla_bytes_per_token"]
     limit = 5 / 8 * metrics["cache"]["gqa_per_token"]
-    assert limit - 4 * len(rows) <= per_token <= limit
+    assert limit - ALIGNMENT * len(rows) < per_token <= limit
     counts = model.config.mla_code_counts
     assert [code[0] for code in counts] == model.config.mla_kv_lora_ranks
-    assert [
-        CodedRows(c, layer.self_attn.rope_dim).layout.row_bytes
-        for c, layer in zip(counts, model.model.layers, strict=True)
-    ] == [row.shape[-1] for row in rows]
+    layouts = [CodedLayout(c, layer.self_attn.rope_dim) for c, layer in zip(counts, model.model.layers, strict=True)]
+    assert [layout.row_bytes for layout in layouts] == [row.shape[-1] for row in rows]
+    assert model.config.mla_code_version == VERSION
 
 
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
@@ -154,3 +155,24 @@ def test_rejects_damaged_codes(counts, word, converted, refused, tmp_path):
     config["mla_code_counts"] = counts(config["mla_code_counts"])
     (out / "config.json").write_text(json.dumps(config))
     refused(("config.json", word), "eval", out)
+
+
+def test_versions_of_coded_rows(converted, refused, tmp_path):
+    """A checkpoint without a version is of the first one and gives the same logits; an unknown version is refused, by
+    the model code in the checkpoint too."""
+    out = shutil.copytree(converted("llama", "latent", bits=5, **EVERY), tmp_path / "model")
+    config, x = json.loads((out / "config.json").read_text()), tokens(1, 30)
+
+    def write(version):
+        config.pop("mla_code_version", None)
+        (out / "config.json").write_text(json.dumps(config | ({"mla_code_version": version} if version else {})))
+
+    logits = loading.load_model(out)(x).logits
+    for version in (None, 1):
+        write(version)
+        model = loading.load_model(out)
+        assert model.config.mla_code_version == 1 and torch.equal(model(x).logits, logits)
+    write(3)
+    refused(("config.json", "mla_code_version", "one of 1, 2"), "eval", out)
+    with pytest.raises(ValueError, match="mla_code_version 3 is not one of"):
+        LlamaMlaForCausalLM(LlamaMlaConfig(**{**model.config.to_dict(), "mla_code_version": 3}))

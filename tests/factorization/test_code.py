@@ -1,15 +1,17 @@
 """Bits of a latent's coordinates: measured rates, their allocation, and the encoded latent."""
 
 import itertools
+import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge.factorization.code import BLOCK, Rates, allocate_bits, counts, encode, predicted_loss
+from mlaforge.factorization.code import Rates, RowCurve, allocate_bits, counts, encode, predicted_loss
 from mlaforge.factorization.latent import Latent
 from mlaforge.factorization.moments import FIRST
+from mlaforge.modeling.coded_layout_mla import ALIGNMENT, GROUP, CodedLayout
 from mlaforge.modeling.coded_rows_mla import LARGEST_CODE, CodedRows
 
 
@@ -61,35 +63,63 @@ def test_constant_coordinates_need_no_bits(n):
     assert predicted_loss(r.error, allocate_bits({0: r.error}, 32 * LARGEST_CODE)[0]) <= 1e-4 * r.error[0].sum()
 
 
-@given(st.integers(1, 3), st.integers(8, 900), st.integers(0, 5))
-def test_bits_are_spent_where_they_save_most(layers, total, seed):
-    """Exchanging a block's last bit for another's next one lowers the sum by no more than the hull's gaps."""
+def falling(coordinates, generator):
+    """Errors [W, R] of coordinates whose variances fall."""
+    errors = torch.rand(LARGEST_CODE + 1, coordinates, generator=generator).sort(0, descending=True).values
+    return errors * torch.logspace(1, -1, coordinates)
+
+
+@given(st.sampled_from([8, 40, 64]), st.sampled_from([0, 6, 16]), st.integers(0, 5))
+@settings(max_examples=20)
+def test_widths_have_the_least_error_for_every_row_length(coordinates, rope, seed):
+    """Compared with all widths of the groups, and the lengths of the layout."""
+    error = falling(coordinates, torch.Generator().manual_seed(seed))
+    curve, sizes = RowCurve(error, rope), [part.shape[1] for part in error.split(GROUP, 1)]
+    least = {}
+    for choice in itertools.product(range(LARGEST_CODE + 1), repeat=len(sizes)):
+        if any(choice):
+            widths = torch.tensor(choice).repeat_interleave(torch.tensor(sizes))
+            length = CodedLayout(counts(widths), rope).row_bytes // ALIGNMENT
+            least[length] = min(least.get(length, math.inf), 2 * predicted_loss(error, widths))
+    assert curve.shortest() == min(least)
+    for length in range(curve.shortest(), len(curve.least)):
+        best = min(loss for other, loss in least.items() if other <= length)
+        # A group that is not full is counted as a full one.
+        assert curve.least[length] >= best - 1e-4 and (
+            coordinates % GROUP or curve.least[length] == pytest.approx(best, rel=1e-4, abs=1e-5)
+        )
+        widths = curve.widths(length)
+        assert CodedLayout(counts(widths), rope).row_bytes <= length * ALIGNMENT
+        assert 2 * predicted_loss(error, widths) == pytest.approx(curve.least[length], rel=1e-4, abs=1e-5)
+
+
+@given(st.integers(1, 3), st.integers(128, 16000), st.integers(0, 5))
+@settings(max_examples=30)
+def test_bytes_are_spent_where_they_save_most(layers, total, seed):
+    """No row can be longer by what remains; no shorter row of one layer and longer row of another lose less, but for
+    the hull's gaps."""
     generator = torch.Generator().manual_seed(seed)
-    errors = {}
-    for i in range(layers):
-        # Convex curves, as on the hull of any code.
-        falls = torch.rand(LARGEST_CODE, 4 * BLOCK, generator=generator).sort(0, descending=True).values
-        errors[i] = torch.cat((falls.flip(0).cumsum(0).flip(0), torch.zeros(1, 4 * BLOCK)))
-    total = max(total, 8 * layers)
+    errors = {i: falling(4 * GROUP, generator) for i in range(layers)}
+    total = max(total, 128 * layers)
     widths = allocate_bits(errors, total)
-    spent = sum(int(w.sum()) for w in widths.values())
-    assert spent <= total and (total - spent < BLOCK or spent == layers * 4 * BLOCK * LARGEST_CODE)
-    assert all(int(w.view(-1, BLOCK)[0, 0]) >= 1 for w in widths.values())
-    last, following = [], []
-    for i, at in itertools.product(errors, range(4)):
-        curve, width = errors[i].view(-1, 4, BLOCK).sum(-1)[:, at], int(widths[i][at * BLOCK])
-        if width > (at == 0):
-            last.append(float(curve[width - 1] - curve[width]))
-        if width < LARGEST_CODE:
-            following.append(float(curve[width] - curve[width + 1]))
-    assert not last or not following or min(last) >= max(following) - 1e-4
+    lengths = {i: CodedLayout(counts(w)).row_bytes // ALIGNMENT for i, w in widths.items()}
+    remaining = total // (8 * ALIGNMENT) - sum(lengths.values())
+    assert remaining >= 0
+    curves = {i: RowCurve(error).least for i, error in errors.items()}
+    for i, length in lengths.items():
+        assert curves[i][length] <= curves[i][min(length + remaining, len(curves[i]) - 1)] + 1e-9
+    for a, b in itertools.permutations(errors, 2):
+        if lengths[a] > 1 and lengths[b] + 1 < len(curves[b]):
+            lost = curves[a][lengths[a] - 1] - curves[a][lengths[a]]
+            saved = curves[b][lengths[b]] - curves[b][lengths[b] + 1]
+            assert saved <= lost + 0.05 * curves[b][1]
 
 
 @pytest.mark.parametrize("rotary", [0, 6])
 def test_an_encoded_latent_is_the_rounded_latent(rotary):
     """With many bits its outputs are those of the full rank; cut coordinates are replaced by their mean."""
     generator = torch.Generator().manual_seed(1)
-    C, n, R = 40, 48, 32
+    C, n, R = 80, 96, 64
     kv_a = (
         torch.randn(R + rotary, C, generator=generator).double() * torch.logspace(1, -2, R + rotary).double()[:, None]
     )
@@ -111,7 +141,7 @@ def test_an_encoded_latent_is_the_rounded_latent(rotary):
     exact = c @ latent.kv_b.T
     assert (rounded - exact).std() < 5e-3 * exact.std()
     # Cut and rounded like a row: the error is at most the predicted one, which assumes text that varies more.
-    widths = allocate_bits({0: r.error}, 3 * R)[0]
+    widths = allocate_bits({0: r.error}, 2 * R)[0]
     part, code = encode(latent, r, widths), CodedRows(counts(widths))
     decoded = code.unpack(code.pack(x @ part.kv_a[: part.rank].T + part.b_kv_a[: part.rank])).double()
     assert part.rank == counts(widths)[0] < R

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mlaforge import modeling
 from mlaforge.artifact import Manifest, writing
 from mlaforge.checkpoint import loading, reader, source_model
 from mlaforge.checkpoint.source_model import SourceModel
@@ -21,6 +23,7 @@ from mlaforge.data.packing import Feed, Phase, pack
 from mlaforge.healing import heal
 from mlaforge.healing.config import HealConfig
 from mlaforge.healing.distillation import Distillation, LossConfig, trainable
+from mlaforge.modeling.coded_layout_mla import VERSION
 from mlaforge.runtime import Resumable, UserError
 from mlaforge.training.kl_loss import compare
 from mlaforge.training.optimizer import Hyperparameters, NonFiniteLoss, Optimizer, row_scales
@@ -87,6 +90,20 @@ def test_coded_students_train_through_the_rounding(heal_model, tiny_models, conv
     assert divergence(tiny_models["llama"], out, ids) < 0.98 * divergence(tiny_models["llama"], start, ids)
     counts = [json.loads((path / "config.json").read_text())["mla_code_counts"] for path in (start, out)]
     assert counts[0] == counts[1] and counts[0][0]
+
+
+def test_healing_rewrites_an_old_checkpoint_of_coded_rows(heal_model, converted, tmp_path):
+    """Files and version of the model code are the current ones, the counts unchanged."""
+    start = shutil.copytree(converted("llama", "latent", bits=2, nsamples=64), tmp_path / "old")
+    config = json.loads((start / "config.json").read_text())
+    assert config.pop("mla_code_version") == VERSION
+    (start / "config.json").write_text(json.dumps(config))
+    (start / "coded_rows_mla.py").write_text("raise NotImplementedError\n")
+    out, _ = heal_model(refit="off", steps=0, start=start)
+    healed = json.loads((out / "config.json").read_text())
+    assert healed["mla_code_version"] == VERSION and healed["mla_code_counts"] == config["mla_code_counts"]
+    for path in Path(modeling.__path__[0]).glob("*_mla.py"):
+        assert (out / path.name).read_bytes() == path.read_bytes()
 
 
 def test_evaluation_rejects_calibration_and_healing_text(heal_model, cli, student, healing_file, calibration_file):

@@ -8,8 +8,9 @@ import pytest
 
 from mlaforge.families import read_spec
 from mlaforge.planning import machines
+from mlaforge.planning.code_plan import coded_plan
 from mlaforge.planning.costs import GPUS
-from mlaforge.planning.plan import coded_plan, make_plan, unconverted
+from mlaforge.planning.plan import make_plan, unconverted
 from mlaforge.planning.roofline import decode_step
 from mlaforge.runtime import UserError
 from support.configs import SMOLLM2

@@ -8,6 +8,7 @@ import pytest
 from mlaforge.config import resolve
 from mlaforge.families import read_spec
 from mlaforge.families.spec import ModelSpec
+from mlaforge.modeling.coded_layout_mla import CodedLayout
 from mlaforge.planning.config import PlanConfig
 from mlaforge.planning.costs import Gpu, weight_bytes
 from mlaforge.planning.plan import plan_of
@@ -137,8 +138,8 @@ def test_report_adds_the_requested_row(cpu: Gpu) -> None:
 def test_converted_models_have_a_row(llama: ModelSpec, cpu: Gpu) -> None:
     """With the storage of its config.json, independent of kv_cache_dtype."""
     layers = range(llama.num_layers)
-    codes = [[24, 16, 8 * (i + 1)] for i in layers]
-    config = {"mla_layer_types": ["latent"] * len(layers), "mla_kv_lora_ranks": [24 for _ in layers]}
+    codes = [[64, 32, 8 * (i + 1)] for i in layers]
+    config = {"mla_layer_types": ["latent"] * len(layers), "mla_kv_lora_ranks": [64 for _ in layers]}
     converted = plan_of({**config, "mla_code_counts": codes}, llama)
     report = run_plan(llama, PlanConfig(kv_cache_dtype="int8"), converted, cpu)
     assert (
@@ -147,9 +148,10 @@ def test_converted_models_have_a_row(llama: ModelSpec, cpu: Gpu) -> None:
         and report.requested is report.rows[-1]
     )
     assert report.requested.plan.stored == "coded"
-    assert converted.cache_bytes(10) == 10 * sum(map(sum, codes)) // 8
-    assert converted.bits == pytest.approx(sum(map(sum, codes)) / sum(layer.cached for layer in llama.layers))
-    assert [layer["bytes"] for layer in report.layers()] == [sum(code) / 8 for code in codes]
+    row_bytes = [CodedLayout(code).row_bytes for code in codes]
+    assert converted.cache_bytes(10) == 10 * sum(row_bytes)
+    assert converted.bits == pytest.approx(8 * sum(row_bytes) / sum(layer.cached for layer in llama.layers))
+    assert [layer["bytes"] for layer in report.layers()] == row_bytes
     assert "Layers of the requested configuration (>)" in report.render() and len(report.as_dict()["layers"]) == len(
         layers
     )

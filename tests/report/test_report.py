@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mlaforge.artifact import Manifest
+from mlaforge.modeling.coded_layout_mla import CodedLayout
 from mlaforge.rendering.page import shown
 from mlaforge.report import plots, report
 from mlaforge.report.report import write_report
@@ -110,7 +111,7 @@ def test_coded_rows_are_shown_with_their_bits(tmp_path: Path) -> None:
     manifest.config |= {"bits": 2.5}
     for layer in manifest.metrics["layers"][1:]:
         layer["code"] = [layer["cached"], 16, 8]
-    rows = [(104 + 112 + 120 + 3 * 24) // 8, 2 * 384]
+    rows = [sum(CodedLayout((rank, 16, 8)).row_bytes for rank in (104, 112, 120)), 2 * 384]
     manifest.metrics["cache"] |= {"mla_bytes_per_token": sum(rows)}
     save(manifest, tmp_path / "a")
     save(conversion(), tmp_path / "b")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mlaforge import modeling
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.layerwise import LayerStream
@@ -20,6 +21,7 @@ from mlaforge.evaluation.config import EvalConfig
 from mlaforge.factorization import refit
 from mlaforge.healing import heal
 from mlaforge.healing.config import HealConfig
+from mlaforge.modeling.coded_layout_mla import VERSION
 from mlaforge.runtime import UserError
 from mlaforge.sparsity import placement, sparsify
 from mlaforge.sparsity.config import SparsifyConfig
@@ -227,6 +229,20 @@ def test_shards_are_unchanged_and_the_index_is_removable(sparse, dense):
         assert torch.equal(*logits)
     with pytest.raises(UserError, match="is not sparse"):
         SourceModel.open(dense("llama", "latent")).dense()
+
+
+def test_an_old_checkpoint_of_coded_rows_is_rewritten(dense, calibration_file, tmp_path):
+    """Files and version of the model code are the current ones, the counts unchanged."""
+    start = shutil.copytree(dense("llama", "coded"), tmp_path / "old")
+    config = json.loads((start / "config.json").read_text())
+    assert config.pop("mla_code_version") == VERSION
+    (start / "config.json").write_text(json.dumps(config))
+    (start / "coded_rows_mla.py").write_text("raise NotImplementedError\n")
+    sparsify.run(str(start), tmp_path / "out", SparsifyConfig(text=str(calibration_file), topk=24, **SMALL))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["mla_code_version"] == VERSION and written["mla_code_counts"] == config["mla_code_counts"]
+    for path in Path(modeling.__path__[0]).glob("*_mla.py"):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_calibration_passages_are_recorded(sparse, dense):

@@ -11,6 +11,7 @@ from typing import Any
 from mlaforge import families
 from mlaforge.families.schema import FLAG, LARGEST_HEAD, Rule, check, invalid, list_of, number, one_of, whole
 from mlaforge.families.spec import ModelSpec
+from mlaforge.modeling.coded_layout_mla import VERSION, VERSIONS
 from mlaforge.modeling.coded_rows_mla import LARGEST_CODE
 from mlaforge.modeling.configuration_mla import FIELDS
 from mlaforge.modeling.token_index_mla import INDEXES
@@ -30,6 +31,10 @@ RULES = {
     "mla_layer_types": list_of(one_of("gqa", "latent", "latent_rope")),
     "mla_kv_lora_ranks": list_of(whole(0)),
     "mla_code_counts": list_of(list_of(whole(0))),
+    "mla_code_version": Rule(
+        f"one of {', '.join(map(str, VERSIONS))}, the versions of coded rows that this version of mlaforge reads",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value in VERSIONS,
+    ),
     "mla_q_bias": FLAG,
     "mla_k_bias": FLAG,
     "mla_o_bias": FLAG,
@@ -78,6 +83,12 @@ def architecture(model_type: str) -> str:
 def completed(config: dict[str, Any]) -> dict[str, Any]:
     """Return a converted config.json with the defaults of absent fields, as transformers would fill them in."""
     return {**{name: default for name, (_, default) in FIELDS.items() if name not in REQUIRED}, **config}
+
+
+def with_current_code(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json for a checkpoint that gets the current model code: of the current version of coded rows,
+    whose counts and weights are those of all versions."""
+    return {**config, "mla_code_version": VERSION} if config.get("mla_code_counts") else config
 
 
 def check_converted(config: dict[str, Any], spec: ModelSpec) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mlaforge.modeling
 from mlaforge.checkpoint.reader import INDEX, companions, is_finite
 from mlaforge.runtime import UserError
 
@@ -95,3 +96,9 @@ def copy_companions(source: Path, out: Path) -> None:
         copy = out / path.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
+
+
+def copy_model_code(out: Path) -> None:
+    """Copy the files of modeling/ that transformers loads from a checkpoint (trust_remote_code) into `out`."""
+    for path in sorted(Path(mlaforge.modeling.__path__[0]).glob("*_mla.py")):
+        shutil.copyfile(path, out / path.name)

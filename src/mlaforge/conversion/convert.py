@@ -30,10 +30,10 @@ from mlaforge.factorization.moments import collect
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.row_formats.plain import dtype_name, plain_name
 from mlaforge.planning import plan_file
+from mlaforge.planning.code_plan import coded_shape
 from mlaforge.planning.plan import (
     CONTEXTS,
     Plan,
-    coded_shape,
     make_plan,
     resolve_bits_or_budget,
     unconverted,

@@ -73,7 +73,7 @@ class LayerSolver:
         """Return the bits of every layer's coordinates, allocated from the rates of all layers."""
         plan = self.choices.plan
         errors = {i: self.work[f"rates-{i:03d}"]["error"] for i in plan.converted}
-        return code.allocate_bits(errors, code.bit_budget(plan, bits))
+        return code.allocate_bits(errors, code.bit_budget(plan, bits), code.rotary_widths(plan))
 
     def _spectrum(self, index: int) -> Tensor:
         name = f"spectrum-{index:03d}"

@@ -6,7 +6,6 @@ docs/checkpoint.md documents the format.
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import mlaforge.modeling
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
-from mlaforge.checkpoint.writer import rewriting
+from mlaforge.checkpoint.writer import copy_model_code, rewriting
 from mlaforge.factorization.layer import LayerWeights
 
 
@@ -57,5 +55,4 @@ def write_checkpoint(
             for name in (name for name in shapes if name.startswith(prefix)):
                 kind = torch.int64 if name.endswith("rope_index") else dtype
                 writer.promise(name, shapes[name], kind, functools.partial(solved, index, prefix, name))
-    for path in sorted(Path(mlaforge.modeling.__path__[0]).glob("*_mla.py")):
-        shutil.copyfile(path, out / path.name)
+    copy_model_code(out)

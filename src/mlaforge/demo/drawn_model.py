@@ -16,6 +16,7 @@ from mlaforge.checkpoint.converted_config import SUFFIX, architecture, completed
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.demo.geometry import TOKENIZER, TOKENIZER_IDS, Random
+from mlaforge.modeling.coded_layout_mla import VERSION
 
 
 class DrawnTensors(Reader):
@@ -91,6 +92,7 @@ def converted(settings: dict[str, Any], latent: Latent) -> dict[str, Any]:
     }  # fmt: skip
     if latent.bits:
         fields["mla_code_counts"] = [[latent.rank] * latent.bits if is_full else [] for is_full in full]
+        fields["mla_code_version"] = VERSION
     if latent.topk:
         fields |= {
             "index_kind": "pairs", "index_topk": latent.topk, "index_head_dim": INDEX_WIDTH,

@@ -2,17 +2,21 @@
 
 In the basis of the conversion an error of any coordinate of any layer has the same effect on the loss, so that the best
 code of a given size minimises the total squared error. The distortion of each coordinate is measured on calibration
-inputs: the squared error of the best uniform quantizer at every width, including its range. Bits are then allocated
-where they save most (greedily on the lower convex hull: reverse water-filling for measured curves). A coordinate with
-zero bits is cut, so that ranks and bits are chosen together. docs/conversion.md, "Bits".
+inputs: the squared error of the best uniform quantizer at every width, including its range. Groups of coordinates have
+equal widths, because they are stored as whole words. Within a layer the best widths for every length of a row follow by
+dynamic programming, which counts the padding; bytes are then allocated to layers where they save most (greedily on the
+lower convex hull: reverse water-filling for measured curves). A coordinate with zero bits is cut, so that ranks and
+bits are chosen together. docs/conversion.md, "Bits".
 
-Legend: n samples, m first tokens, R coordinates of a full-rank latent, W widths (0 to LARGEST_CODE bits).
+Legend: n samples, m first tokens, R coordinates of a full-rank latent, W widths (0 to LARGEST_CODE bits), B groups of
+coordinates, T words of a row and one more, L row lengths in units of ALIGNMENT.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Mapping
 
 import torch
@@ -20,11 +24,12 @@ from torch import Tensor
 
 from mlaforge.factorization.latent import Latent
 from mlaforge.factorization.moments import FIRST, LayerMoments
+from mlaforge.modeling.coded_layout_mla import ALIGNMENT, GROUP, round_up
 from mlaforge.modeling.coded_rows_mla import LARGEST_CODE
 from mlaforge.planning.plan import Plan
 
-# Coordinates with a common width, so that a bit plane ends with a byte.
-BLOCK = 8
+# Ranks of coded latents are multiples of this.
+RANK_MULTIPLE = 8
 # Coordinates with a small deviation on the calibration text vary more on other texts: deviations below the 95th
 # percentile are multiplied by this power of the percentile over the deviation (measured: docs/notes/conversion.md).
 SHRINKAGE = 0.17
@@ -86,7 +91,7 @@ class Rates:
                 values.append(value)
         errors = torch.stack(error) * deviation.square()
         order = errors[LARGEST_CODE // 2].argsort(descending=True, stable=True)
-        order = order[: len(order) // BLOCK * BLOCK]
+        order = order[: len(order) // RANK_MULTIPLE * RANK_MULTIPLE]
         return cls(
             order,
             errors[:, order],
@@ -114,38 +119,104 @@ def _error(x_nR: Tensor, weight_n1: Tensor, step_R: Tensor, shift_R: Tensor, wid
 
 
 def bit_budget(plan: Plan, bits: float) -> int:
-    """Return the bits per token for the latents of all converted layers, given the mean `bits` per element of GQA's
-    cache. A rotary key takes 8 bits per element and 24 bits for its scale (16) and alignment."""
-    rotary = (plan.layers[i].qk_rope_head_dim for i in plan.converted)
-    cached = sum(plan.spec.layers[i].cached for i in plan.converted)
-    return int(bits * cached - sum(8 * n + 24 for n in rotary if n))
+    """Return the bits per token for the rows of all converted layers, given the mean `bits` per element of GQA's
+    cache."""
+    return int(bits * sum(plan.spec.layers[i].cached for i in plan.converted))
 
 
-def allocate_bits(errors: Mapping[int, Tensor], total: int) -> dict[int, Tensor]:
-    """Return the widths [R] int64 of every layer, with at most `total` bits in sum; every layer has at least one block
-    of coordinates. errors: Rates.error by layer."""
-    sums = {i: error.view(len(error), -1, BLOCK).sum(-1).T.tolist() for i, error in errors.items()}
-    widths = {i: [1] + [0] * (len(blocks) - 1) for i, blocks in sums.items()}
+def rotary_widths(plan: Plan) -> dict[int, int]:
+    """Return the elements of the rotary key of every converted layer."""
+    return {i: plan.layers[i].qk_rope_head_dim for i in plan.converted}
 
-    def best(i: int, block: int) -> tuple[float, int, int, int]:
-        """Return the next vertex of the hull: -savings per bit, layer, block and the new width."""
-        curve, now = sums[i][block], widths[i][block]
-        saved, width = max(((curve[now] - curve[w]) / (w - now), w) for w in range(now + 1, len(curve)))
-        return -saved / BLOCK, i, block, width
 
-    queue = [best(i, block) for i, blocks in sums.items() for block in range(len(blocks))]
+class RowCurve:
+    """Least error of a layer for every length of its rows.
+
+    A group of b bits takes b words of 32 bits, and the plane of two bits, of which a group takes two words, is padded
+    to ALIGNMENT. The state after each group is therefore the number of words and the parity of the groups in that
+    plane. A last group with fewer than GROUP coordinates is counted as a full one.
+
+    error: Rates.error. rope_dim: elements of the rotary key. `least` [L]: least error of rows of at most l * ALIGNMENT
+    bytes, infinite where none fits.
+    """
+
+    def __init__(self, error: Tensor, rope_dim: int = 0):
+        self.coordinates = error.shape[1]
+        padded = torch.nn.functional.pad(error.double().cpu(), (0, -self.coordinates % GROUP))
+        sums_WB = padded.unflatten(1, (-1, GROUP)).sum(-1)
+        W, B = sums_WB.shape
+        state_T2 = torch.full((B * (W - 1) + 1, 2), torch.inf, dtype=torch.float64)
+        state_T2[0, 0] = 0
+        self.choices: list[Tensor] = []
+        for group in range(B):
+            before, choice = state_T2, torch.zeros(state_T2.shape, dtype=torch.uint8)
+            state_T2 = torch.full_like(before, torch.inf)
+            for width in range(W):
+                reached = before[: len(before) - width] + sums_WB[width, group]
+                reached = reached.flip(1) if width & 2 else reached
+                better = reached < state_T2[width:]
+                state_T2[width:][better] = reached[better]
+                choice[width:][better] = width
+            self.choices.append(choice)
+        # At least one group has bits.
+        state_T2[0] = torch.inf
+        words, odd = torch.meshgrid(torch.arange(len(state_T2)), torch.arange(2), indexing="ij")
+        planes = 4 * words + 8 * odd + (2 if rope_dim else 0)
+        self.lengths_T2 = -(-planes // ALIGNMENT) + round_up(rope_dim, ALIGNMENT) // ALIGNMENT
+        self.state_T2 = state_T2
+        least = torch.full((int(self.lengths_T2.max()) + 1,), torch.inf, dtype=torch.float64)
+        least.scatter_reduce_(0, self.lengths_T2.flatten(), state_T2.flatten(), "amin")
+        self.least = least.cummin(0).values.tolist()
+
+    def shortest(self) -> int:
+        """Return the length of the shortest possible row, in units of ALIGNMENT."""
+        return next(length for length, error in enumerate(self.least) if math.isfinite(error))
+
+    def step(self, length: int, most: int) -> tuple[float, int]:
+        """Return the extension of a row by at most `most` units of ALIGNMENT that saves most per unit, the shortest
+        such one: (saving per unit, units)."""
+        steps = range(1, min(most, len(self.least) - 1 - length) + 1)
+        saved = {units: (self.least[length] - self.least[length + units]) / units for units in steps}
+        units = max(saved, key=saved.__getitem__, default=0)
+        return saved.get(units, 0.0), units
+
+    def widths(self, length: int) -> Tensor:
+        """Return the widths [R] int64 of the least error for this length."""
+        errors = torch.where(self.lengths_T2 <= length, self.state_T2, torch.inf)
+        words, odd = divmod(int(errors.argmin()), 2)
+        groups = []
+        for choice in reversed(self.choices):
+            width = int(choice[words, odd])
+            groups.append(width)
+            words, odd = words - width, odd ^ (width >> 1 & 1)
+        return torch.tensor(groups[::-1]).repeat_interleave(GROUP)[: self.coordinates]
+
+
+def allocate_bits(
+    errors: Mapping[int, Tensor], total: int, rope_dims: Mapping[int, int] | None = None
+) -> dict[int, Tensor]:
+    """Return the widths [R] int64 of every layer, with rows of at most `total` bits in sum; every layer has at least
+    one group of coordinates. errors: Rates.error by layer. rope_dims: elements of each layer's rotary key, if any."""
+    curves = {i: RowCurve(error, (rope_dims or {}).get(i, 0)) for i, error in errors.items()}
+    lengths = {i: curve.shortest() for i, curve in curves.items()}
+    remaining = total // (8 * ALIGNMENT) - sum(lengths.values())
+
+    def step(i: int) -> tuple[float, int, int]:
+        """Return the best extension of a layer's rows: -saving per unit, layer, units."""
+        saved, units = curves[i].step(lengths[i], remaining)
+        return -saved, i, units
+
+    queue = [step(i) for i in lengths]
     heapq.heapify(queue)
-    remaining = total - BLOCK * len(widths)
     while queue:
-        saved, i, block, width = heapq.heappop(queue)
-        bits = (width - widths[i][block]) * BLOCK
-        if saved >= 0 or bits > remaining:
+        saved, i, units = heapq.heappop(queue)
+        if saved >= 0:
             continue
-        remaining -= bits
-        widths[i][block] = width
-        if width < LARGEST_CODE:
-            heapq.heappush(queue, best(i, block))
-    return {i: torch.tensor(block_widths).repeat_interleave(BLOCK) for i, block_widths in widths.items()}
+        if units <= remaining:
+            remaining -= units
+            lengths[i] += units
+        heapq.heappush(queue, step(i))
+    return {i: curve.widths(lengths[i]) for i, curve in curves.items()}
 
 
 def counts(widths: Tensor) -> tuple[int, ...]:

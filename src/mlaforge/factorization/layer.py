@@ -14,6 +14,7 @@ from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.factorization.latent import Latent
 from mlaforge.modeling import configuration_mla, modeling_mla
+from mlaforge.modeling.coded_layout_mla import VERSION
 from mlaforge.planning.plan import Plan
 
 
@@ -83,6 +84,7 @@ def mla_config(source: SourceModel, plan: Plan, q_lora_rank: int | None, o_bias:
         "mla_layer_types": [part.layout for part in plan.layers],
         "mla_kv_lora_ranks": [part.kv_lora_rank for part in plan.layers],
         "mla_code_counts": [list(part.code) for part in plan.layers] if any(part.code for part in chosen) else None,
+        **({"mla_code_version": VERSION} if any(part.code for part in chosen) else {}),
         # A factored query has a bias even if the source has none: it makes the mean input exact.
         "mla_q_bias": layer.q_bias or q_lora_rank is not None,
         "mla_k_bias": layer.k_bias,

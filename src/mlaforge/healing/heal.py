@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, finished, record_names
-from mlaforge.checkpoint.converted_config import is_sparse
+from mlaforge.checkpoint.converted_config import is_sparse, with_current_code
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.loading import as_generated, load_model, load_packed
 from mlaforge.checkpoint.mxfp4 import is_packed
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
-from mlaforge.checkpoint.writer import rewriting
+from mlaforge.checkpoint.writer import copy_model_code, rewriting
 from mlaforge.config import by_keywords
 from mlaforge.data import overlap, packing
 from mlaforge.factorization.refit import TOKENS, refit_student
@@ -268,7 +267,10 @@ def _refit(
 
 def write(converted: SourceModel, partial: Path, trained: dict[str, Tensor]) -> None:
     """Write the converted checkpoint with the trained tensors replaced, in the stored dtypes."""
-    with Reader(converted.path) as reader, rewriting(converted.path, partial, converted.config) as writer:
+    with (
+        Reader(converted.path) as reader,
+        rewriting(converted.path, partial, with_current_code(converted.config)) as writer,
+    ):
         for name in reader:
             dtype = reader.dtype(name)
 
@@ -277,8 +279,7 @@ def write(converted: SourceModel, partial: Path, trained: dict[str, Tensor]) -> 
 
             writer.promise(name, reader.shape(name), dtype, tensor)
         assert set(trained) <= set(reader), sorted(set(trained) - set(reader))
-    for path in converted.path.glob("*_mla.py"):
-        shutil.copyfile(path, partial / path.name)
+    copy_model_code(partial)
 
 
 heal = by_keywords(run, HealConfig)

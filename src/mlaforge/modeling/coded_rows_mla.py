@@ -2,11 +2,13 @@
 
 The projections around a latent are free up to an invertible matrix. Conversion chooses the basis in which errors of all
 coordinates cost the same, and each coordinate's unit, so no step, offset or scale is stored: attention reads the
-nearest integer. Coordinates are sorted by decreasing number of bits. A bit plane, the same bit of all coordinates that
-have it, is therefore a prefix of them, and a row is its planes, lowest bit first. A rotary key in 8-bit codes with a
-scale follows. Copied into checkpoints; requires only torch.
+nearest integer. Coordinates are sorted by decreasing number of bits. A code is split into parts of 8, 4, 2 and 1 bits;
+a plane holds one part of all coordinates that have it (coded_layout_mla.py). Within a plane of 4, 2 or 1 bits, 32-bit
+words are arranged for wide loads: one shift and one mask give two neighbouring coordinates, in the lower and the upper
+half. A rotary key in 8-bit codes with a scale follows. Copied into checkpoints; requires only torch.
 
-Legend: R coordinates of a latent, E elements of a rotary key, B bytes of a row.
+Legend: R coordinates of a latent, E elements of a rotary key, B bytes of a row, W words of a segment, M groups of four
+coordinates in a word.
 """
 
 from collections.abc import Sequence
@@ -14,10 +16,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .coded_layout_mla import CodedLayout
+from .coded_layout_mla import CodedLayout, Segment
 
 # Maximum bits per coordinate.
 LARGEST_CODE = 11
+# The bytes of a word that hold four consecutive coordinates. It is its own inverse.
+BYTE_ORDER = [0, 2, 1, 3]
 
 
 def round_up_bf16(x: Tensor) -> Tensor:
@@ -62,35 +66,54 @@ class CodedRows:
         represents it."""
         row = row.bfloat16().float()
         codes = self.nearest(row[..., : self.rank]).nan_to_num().int() + self.halves(row.device)
-        weights = (1 << torch.arange(8, device=row.device)).int()
-        parts = [
-            ((codes[..., :count] >> bit & 1).unflatten(-1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
-            for bit, count in enumerate(self.counts)
-        ]
+        packed = torch.zeros(*row.shape[:-1], self.layout.row_bytes, dtype=torch.uint8, device=row.device)
+        for part in self.layout.segments:
+            fields = codes[..., part.first : part.first + part.coordinates] >> part.shift & (1 << part.bits) - 1
+            stored = fields.to(torch.uint8) if part.bits == 8 else _to_words(fields, part)
+            packed[..., part.offset : part.offset + stored.shape[-1]] = stored
         if self.rope_dim:
-            rotary = row[..., self.rank :]
+            rotary, layout = row[..., self.rank :], self.layout
             scale = round_up_bf16(rotary.abs().amax(-1, keepdim=True) / 127)
             signed = scaled_codes(rotary, scale.float(), -127, 127).to(torch.int8)
-            gap = signed.new_zeros(*row.shape[:-1], self.layout.rope_at - self.layout.plane_bytes)
-            parts += [gap.view(torch.uint8), signed.view(torch.uint8), scale.view(torch.uint8)]
-        return torch.cat(parts, dim=-1)
+            packed[..., layout.scale_at : layout.scale_at + 2] = scale.view(torch.uint8)
+            packed[..., layout.rope_at : layout.rope_at + self.rope_dim] = signed.view(torch.uint8)
+        return packed
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Decode uint8 [..., B] to bf16 [..., R+E]. Integers beyond 256 are rounded to bf16."""
         codes = (-self.halves(packed.device)).expand(*packed.shape[:-1], -1).clone()
-        shifts, start = torch.arange(8, device=packed.device), 0
-        for bit, count in enumerate(self.counts):
-            bits = packed[..., start : start + count // 8, None] >> shifts & 1
-            codes[..., :count] += bits.flatten(-2).int() << bit
-            start += count // 8
+        for part in self.layout.segments:
+            size = part.coordinates if part.bits == 8 else -(-part.coordinates * part.bits // 32) * 4
+            stored = packed[..., part.offset : part.offset + size].int()
+            fields = stored if part.bits == 8 else _from_words(stored, part)
+            codes[..., part.first : part.first + part.coordinates] += fields << part.shift
         if not self.rope_dim:
             return codes.bfloat16()
-        rope_at = self.layout.rope_at
-        signed = packed[..., rope_at : rope_at + self.rope_dim].contiguous().view(torch.int8)
-        scale = packed[..., rope_at + self.rope_dim :].contiguous().view(torch.bfloat16)
+        layout = self.layout
+        signed = packed[..., layout.rope_at : layout.rope_at + self.rope_dim].contiguous().view(torch.int8)
+        scale = packed[..., layout.scale_at : layout.scale_at + 2].contiguous().view(torch.bfloat16)
         return torch.cat((codes.bfloat16(), (signed.float() * scale.float()).bfloat16()), dim=-1)
 
     def rounded(self, row: Tensor) -> Tensor:
         """Return unpack(pack(row)) in the rows' dtype, with straight-through gradients."""
         read = self.unpack(self.pack(row.detach())).to(row.dtype)
         return row + (read - row).detach() if row.requires_grad else read
+
+
+def _shifts(part: Segment, device: torch.device) -> Tensor:
+    """Return the shift of each group of four coordinates in a word: int32 [M, 1]."""
+    return torch.arange(0, 8, part.bits, dtype=torch.int32, device=device)[:, None]
+
+
+def _to_words(fields: Tensor, part: Segment) -> Tensor:
+    """Arrange a segment's fields of 4, 2 or 1 bits, int32 [..., count], as the bytes of words, uint8 [..., 4 W]."""
+    padded = torch.nn.functional.pad(fields, (0, -part.coordinates % (32 // part.bits)))
+    fours_WM4 = padded.unflatten(-1, (-1, 8 // part.bits, 4))[..., BYTE_ORDER]
+    return (fours_WM4 << _shifts(part, fields.device)).sum(-2).flatten(-2).to(torch.uint8)
+
+
+def _from_words(stored: Tensor, part: Segment) -> Tensor:
+    """Inverse of _to_words: int32 bytes [..., 4 W] to fields [..., count]."""
+    words_W14 = stored.unflatten(-1, (-1, 1, 4))
+    fours_WM4 = words_W14 >> _shifts(part, stored.device) & (1 << part.bits) - 1
+    return fours_WM4[..., BYTE_ORDER].flatten(-3)[..., : part.coordinates]

@@ -28,6 +28,8 @@ FIELDS = {
     # Per layer with coded rows: how many coordinates of the latent have at least 1, 2, ... bits (coded_rows_mla.py);
     # empty for other layers.
     "mla_code_counts": (list[list[int]] | None, None),
+    # Version of coded rows (coded_layout_mla.py).
+    "mla_code_version": (int, 1),
     # Which converted projections have a bias, and whether the softmax has a learned sink per head.
     "mla_q_bias": (bool, False),
     "mla_k_bias": (bool, False),

@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_mla import FUSED, attend, attend_fused, sink_share
+from .coded_layout_mla import check_version
 from .coded_rows_mla import CodedRows
 from .rope_mla import RotationTable, pairs, rotate
 from .token_index_mla import SparseLayer, Sparsity, update_cache
@@ -76,6 +77,7 @@ class LatentAttention(nn.Module):
         self.scaling = config.softmax_scale
         self.attention_dropout = config.attention_dropout
         counts = config.mla_code_counts[layer_idx] if config.mla_code_counts else []
+        check_version(config.mla_code_version)
         self.coded = CodedRows(counts, self.rope_dim) if counts else None
         kinds = getattr(config, "layer_types", None)
         windowed = kinds is None or kinds[layer_idx] == "sliding_attention"

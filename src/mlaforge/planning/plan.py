@@ -32,9 +32,6 @@ DEFAULT_INDEX = 32
 STORED = tuple(
     name for type in row_format_types().values() if not type.coded for name in (*type.compute_names, *type.names)
 )
-# Difference in bits between the first and last coordinate of a coded layer if all were coded (measured on SmolLM2).
-BITS_FALL = 11.6
-LARGEST_CODE = 11
 
 
 @dataclass(frozen=True)
@@ -240,43 +237,6 @@ def make_plan(
         ),
         stored,
     )
-
-
-def expected_code(coordinates: int, bits: int) -> tuple[int, ...]:
-    """Estimate of LayerPlan.code: `bits` in total for at most `coordinates` coordinates. Calibration replaces the
-    number of retained coordinates and their bits."""
-    blocks = coordinates // 8
-    widths = [0] * blocks
-    for _ in range(bits // 8):
-        extensible = [i for i in range(blocks) if widths[i] < LARGEST_CODE]
-        if extensible:
-            widths[min(extensible, key=lambda i: widths[i] + BITS_FALL * i / blocks)] += 1
-    return tuple(8 * sum(width > bit for width in widths) for bit in range(max(widths)))
-
-
-def coded_shape(
-    spec: ModelSpec, bits: float, layout: str, layers: str = "all", qk_rope_head_dim: int | None = None
-) -> Plan:
-    """Plan at the budget whose rotary key fits rows of `bits` bits per element; the key itself has 8 per element. The
-    final ranks follow from the bits. Raise UserError for too few bits."""
-    try:
-        return make_plan(spec, min(bits / 8, 0.99), layout, layers, None, qk_rope_head_dim)
-    except BudgetTooSmall as error:
-        minimum = math.ceil(800 * error.minimum) / 100
-        advice = f"use at least {minimum:g}" if minimum <= 8 else SMALLER_KEY
-        raise UserError(f"bits = {bits:g}, as a budget {bits / 8:g} {error.reason}; {advice}") from None
-
-
-def coded_plan(spec: ModelSpec, bits: float, layout: str, layers: str, qk_rope_head_dim: int | None = None) -> Plan:
-    """make_plan with coded rows of `bits` bits in the mean per element that GQA caches."""
-    plan = coded_shape(spec, bits, layout, layers, qk_rope_head_dim)
-    chosen = list(plan.layers)
-    for i in plan.converted:
-        rotary, layer = chosen[i].qk_rope_head_dim, spec.layers[i]
-        latent_bits = int(bits * layer.cached) - (8 * rotary + 24 if rotary else 0)
-        code = expected_code(rank_limit(spec, layer, layout), latent_bits)
-        chosen[i] = LayerPlan(layout, code[0], rotary, code)
-    return Plan(spec, tuple(chosen), "coded")
 
 
 def select_layers(spec: ModelSpec, layers: str) -> set[int]:

@@ -11,11 +11,11 @@ from typing import Any
 from mlaforge.config import by_keywords, whole_number
 from mlaforge.families.spec import LayerSpec, ModelSpec, capture_boundaries
 from mlaforge.ops.row_formats import common_tokens
+from mlaforge.planning.code_plan import coded_plan
 from mlaforge.planning.config import PlanConfig
 from mlaforge.planning.costs import Gpu, experts_touched, weight_bytes
 from mlaforge.planning.plan import (
     Plan,
-    coded_plan,
     make_plan,
     plan_of,
     resolve_bits_or_budget,

@@ -17,14 +17,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import mlaforge.modeling
 from mlaforge.artifact import WORK, Manifest, finished, record_names, writing
 from mlaforge.checkpoint import loading
-from mlaforge.checkpoint.converted_config import INDEX_MULTIPLE, is_sparse
+from mlaforge.checkpoint.converted_config import INDEX_MULTIPLE, is_sparse, with_current_code
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.reader import INDEX, SINGLE, Reader
 from mlaforge.checkpoint.source_model import SourceModel
-from mlaforge.checkpoint.writer import copy_companions
+from mlaforge.checkpoint.writer import copy_companions, copy_model_code
 from mlaforge.config import by_keywords
 from mlaforge.data import corpus, overlap
 from mlaforge.factorization.layer import mla_classes
@@ -62,7 +61,7 @@ def settings(source: SourceModel, config: SparsifyConfig) -> dict[str, Any]:
         )
     if config.width % INDEX_MULTIPLE:
         raise UserError(f"width = {config.width} must be a multiple of {INDEX_MULTIPLE}")
-    raw, layer = source.config, source.spec.layers[0]
+    raw, layer = with_current_code(source.config), source.spec.layers[0]
     dense_fields = {} if source.converted else {
         **mla_classes(raw), "kv_lora_rank": 0, "qk_nope_head_dim": layer.head_dim, "v_head_dim": layer.head_dim,
         "softmax_scale": source.spec.softmax_scale, "mla_layer_types": ["gqa"] * source.spec.num_layers,
@@ -203,8 +202,7 @@ def write(source: SourceModel, out: Path, output_config: dict[str, Any], tensors
     (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     (out / "config.json").write_text(json.dumps(output_config, indent=2) + "\n", encoding="utf-8")
     copy_companions(source.path, out)
-    for path in sorted(Path(mlaforge.modeling.__path__[0]).glob("*_mla.py")):
-        shutil.copyfile(path, out / path.name)
+    copy_model_code(out)
     with Reader(out) as reader:
         reader.check_shapes(*loading.expected_tensors(output_config))
 

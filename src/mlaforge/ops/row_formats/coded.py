@@ -54,14 +54,16 @@ class Coded(RowFormat):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The rotary key stands at the end of a row; the bit planes before it are the layout's matter."""
-        rotary = self.rope_dim + 2 if self.rope_dim else 0
-        planes = self.layout.row_bytes - rotary
-        parts = [Part("bit planes", 8, planes, 0)]
-        if rotary:
+        """The segments of the planes, then the rotary key's scale and codes."""
+        layout = self.layout
+        parts = [
+            Part(f"{part.bits} bits of coordinates from {part.first} on", part.bits, part.coordinates, part.offset)
+            for part in layout.segments
+        ]
+        if self.rope_dim:
             parts += [
-                Part("rotary codes", 8, self.rope_dim, planes),
-                Part("rotary scale", 16, 1, planes + self.rope_dim),
+                Part("rotary scale", 16, 1, layout.scale_at),
+                Part("rotary codes", 8, self.rope_dim, layout.rope_at),
             ]
         return tuple(parts)
 

@@ -1,8 +1,8 @@
-// Coded rows of a latent (modeling/coded_rows_mla.py): integers of 1 to 11 bits, by decreasing number of bits, stored as bit
-// planes, lowest bit first. A rotary key of 8-bit codes with a bf16 scale follows.
+// Coded rows of a latent (modeling/coded_rows_mla.py): integers of 1 to 11 bits, by decreasing number of bits, in planes of 8,
+// 4, 2 and 1 bits (modeling/coded_layout_mla.py). A rotary key of 8-bit codes with a bf16 scale follows.
 //
-// Limit: reading counts[0] + counts[1] + ... bits per token. 64 coordinates take one instruction per plane, and about 14 for
-// the conversion to bf16.
+// Limit: 32 coordinates take three instructions for the first plane, five for each further one, and about twelve for the
+// conversion to bf16 (AVX-512: six).
 #pragma once
 #include <array>
 
@@ -10,44 +10,69 @@
 
 struct CodedRows {
   static constexpr int64_t ID = 3, TOKENS = 1;
-  static constexpr int64_t MAX_BITS = 11, BLOCK = 64;
+  static constexpr int64_t MAX_BITS = 11, ALIGNMENT = 16;
+  static constexpr int64_t BLOCK = 32;  // coordinates that are encoded or decoded at a time
 
   int64_t width = 0, rank = 0;
 
   CodedRows() = default;
   // sizes: the rotary key's width, then how many coordinates have at least 1, 2, ... bits; multiples of 8.
-  explicit CodedRows(at::IntArrayRef sizes) : counts_(sizes.slice(1).vec()) {
-    const int64_t rope = sizes[0];
-    TORCH_CHECK(!counts_.empty() && counts_.size() <= MAX_BITS, "a code has 1 to ", MAX_BITS, " planes");
-    rank = counts_[0], width = rank + rope;
-    for (size_t b = 0; b < counts_.size(); ++b) {
-      TORCH_CHECK(counts_[b] % 8 == 0 && counts_[b] > 0 && counts_[b] <= counts_[b ? b - 1 : 0], "sizes of the planes are invalid: ", sizes);
-      plane_offsets_.push_back(planes_), planes_ += counts_[b] / 8;
+  explicit CodedRows(at::IntArrayRef sizes) : rope_(sizes[0]) {
+    const std::vector<int64_t> counts = sizes.slice(1).vec();
+    const int64_t most = counts.size();
+    TORCH_CHECK(most > 0 && most <= MAX_BITS, "a code has 1 to ", MAX_BITS, " bits");
+    rank = counts[0], width = rank + rope_;
+    for (int64_t bits = most, first = 0; bits > 0; --bits) {
+      const int64_t end = counts[bits - 1];
+      TORCH_CHECK(end > 0 && end % 8 == 0 && end >= first, "sizes of a code are invalid: ", sizes);
+      if (end > first) runs_.push_back({bits, first, end - first});
+      first = end;
     }
-    offsets_.assign((rank + BLOCK - 1) / BLOCK * BLOCK, 0);
-    for (int64_t i = 0; i < rank; ++i) offsets_[i] = 1 << (bits(i) - 1);
-    if (rope) rotary_ = Int8Rows(std::array<int64_t, 1>{rope}), rotary_offset_ = planes_ + (planes_ + rope) % 2;
+    int64_t end = 0;
+    for (int64_t plane = 0; plane < 4; ++plane) {
+      end = round_up(end, ALIGNMENT);
+      for (Run& run : runs_) {
+        if (!(run.bits & WIDTHS[plane])) continue;
+        run.offsets[plane] = end;
+        end += segment_bytes(plane, run.count);
+      }
+    }
+    scale_offset_ = end, rope_offset_ = rope_ ? round_up(end + 2, ALIGNMENT) : end;
+    bytes_ = round_up(rope_offset_ + rope_, ALIGNMENT);
+    for (Run& run : runs_)
+      for (int64_t plane = 0; plane < 4; ++plane)
+        if (run.bits & WIDTHS[plane])
+          run.readable &= run.offsets[plane] + segment_bytes(plane, round_up(run.count, BLOCK)) <= bytes_;
+    if (rope_) rotary_ = Int8Rows(std::array<int64_t, 1>{rope_});
   }
 
-  int64_t unit_bytes() const { return rotary_.width ? rotary_offset_ + rotary_.width + 2 : planes_; }
+  int64_t unit_bytes() const { return bytes_; }
 
   void write(const bf16* row, uint8_t* to) const {
-    for (int64_t at = 0; at < rank; at += BLOCK) write_block(row, at, to);
-    if (!rotary_.width) return;
-    if (rotary_offset_ > planes_) to[planes_] = 0;
-    rotary_.write(row + rank, to + rotary_offset_);
+    std::memset(to, 0, bytes_);
+    for (const Run& run : runs_)
+      for (int64_t i = 0; i < run.count; i += BLOCK) write_block(run, i, row, to);
+    if (!rope_) return;
+    static thread_local std::vector<uint8_t> rotary;
+    rotary.resize(rotary_.unit_bytes());
+    rotary_.write(row + rank, rotary.data());
+    std::memcpy(to + rope_offset_, rotary.data(), rope_);
+    std::memcpy(to + scale_offset_, rotary.data() + rotary_.scales_offset(), 2);
   }
 
   // Decodes elements [first, last) of the rows at `slots` to their columns of rows [count, width].
   void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows) const {
-    const int64_t stride = unit_bytes(), end = std::min(last, rank);
-    for (int64_t t = 0; t < count; ++t) {
-      const uint8_t* from = packed + slots[t] * stride;
-      for (int64_t at = first / BLOCK * BLOCK; at < end; at += BLOCK) read_block(from, at, rows + t * width);
-      const int32_t slot_zero = 0;
-      if (last > rank)
-        rotary_.read(from + rotary_offset_, &slot_zero, 1, std::max<int64_t>(first - rank, 0), last - rank,
-                     rows + t * width + rank);
+    const int64_t end = std::min(last, rank);
+    for (const Run& run : runs_)
+      if (run.first < end && run.first + run.count > first)
+        read_run(run, packed, slots, count, first, end, rows, std::make_integer_sequence<int, MAX_BITS>());
+    const int64_t from = std::max<int64_t>(first - rank, 0), until = last - rank;
+    for (int64_t t = 0; t < count && from < until; ++t) {
+      const uint8_t* row = packed + slots[t] * bytes_;
+      const Floats scale = broadcast((const bf16*)(row + scale_offset_));
+      const auto* codes = (const int8_t*)(row + rope_offset_);
+      for (int64_t i = from; i < until; i += 16)
+        narrow(rows + t * width + rank + i, widen(codes + i, until - i) * scale, std::min<int64_t>(16, until - i));
     }
   }
 
@@ -57,103 +82,198 @@ struct CodedRows {
   }
 
  private:
-  int64_t bits(int64_t i) const {
-    int64_t bits = 0;
-    for (int64_t count : counts_) bits += i < count;
-    return bits;
+  static constexpr int64_t WIDTHS[4] = {8, 4, 2, 1};  // bits of a code in each plane
+
+  // Consecutive coordinates with codes of equally many bits.
+  struct Run {
+    int64_t bits, first, count;
+    int64_t offsets[4] = {};  // first byte in each plane
+    bool readable = true;  // whether the last block can be read to its end without leaving the row
+  };
+
+  static int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+  // Bytes of `count` coordinates in a plane: whole words of 32 bits.
+  static int64_t segment_bytes(int64_t plane, int64_t count) { return round_up(count * WIDTHS[plane], 32) / 8; }
+
+  // The lowest bit of a code that this plane holds.
+  static constexpr int shift(int bits, int64_t plane) { return bits & -2 * int(WIDTHS[plane]); }
+
+  // Swaps the middle bytes of every 32-bit word: coordinates 0, 2, 1, 3.
+  static __m256i byte_order() {
+    return _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
   }
+  // The shift of each group of four coordinates in its word.
+  template <int BITS>
+  static __m256i shifts() {
+    constexpr int GROUPS = 8 / BITS;
+    return _mm256_setr_epi32(0, BITS, 2 % GROUPS * BITS, 3 % GROUPS * BITS, 4 % GROUPS * BITS, 5 % GROUPS * BITS,
+                             6 % GROUPS * BITS, 7 % GROUPS * BITS);
+  }
+
+  // The bits of 32 coordinates in a plane, a byte each.
+  template <int BITS>
+  static __m256i load_fields(const uint8_t* from) {
+    if constexpr (BITS == 8) return _mm256_loadu_si256((const __m256i*)from);
+    // Every lane of 32 bits gets the word with its four coordinates, in their order.
+    __m256i words, order;
+    if constexpr (BITS == 4) {
+      words = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)from));
+      order = _mm256_setr_epi8(0, 2, 1, 3, 0, 2, 1, 3, 4, 6, 5, 7, 4, 6, 5, 7, 8, 10, 9, 11, 8, 10, 9, 11, 12, 14, 13, 15,
+                               12, 14, 13, 15);
+    } else if constexpr (BITS == 2) {
+      words = _mm256_broadcastq_epi64(_mm_loadu_si64(from));
+      order = _mm256_setr_epi8(0, 2, 1, 3, 0, 2, 1, 3, 0, 2, 1, 3, 0, 2, 1, 3, 4, 6, 5, 7, 4, 6, 5, 7, 4, 6, 5, 7, 4, 6, 5, 7);
+    } else {
+      words = _mm256_broadcastd_epi32(_mm_loadu_si32(from));
+      order = byte_order();
+    }
+    const __m256i shifted = _mm256_srlv_epi32(_mm256_shuffle_epi8(words, order), shifts<BITS>());
+    return _mm256_and_si256(shifted, _mm256_set1_epi8((1 << BITS) - 1));
+  }
+
+  // Adds a plane's bits to the codes' lower or upper bytes.
+  template <int B, int PLANE>
+  static void add_fields(const uint8_t* from, __m256i& lower, __m256i& upper) {
+    constexpr int BITS = WIDTHS[PLANE];
+    if constexpr (B & BITS) {
+      __m256i& bytes = shift(B, PLANE) < 8 ? lower : upper;
+      const __m256i fields = load_fields<BITS>(from);
+      bytes = _mm256_or_si256(bytes, _mm256_slli_epi16(fields, shift(B, PLANE) % 8));
+    }
+  }
+
+  // Decodes 32 coordinates of B bits from their bytes in each plane.
+  template <int B>
+  static void decode(const std::array<const uint8_t*, 4>& from, bf16* to) {
+    __m256i lower = _mm256_setzero_si256(), upper = lower;
+    add_fields<B, 0>(from[0], lower, upper), add_fields<B, 1>(from[1], lower, upper);
+    add_fields<B, 2>(from[2], lower, upper), add_fields<B, 3>(from[3], lower, upper);
+    if constexpr (B <= 8) store_bytes(to, _mm256_sub_epi8(lower, _mm256_set1_epi8(char(1 << (B - 1)))));
+    else store_codes(to, lower, upper, 1 << (B - 1));
+  }
+
+  template <int... B>
+  void read_run(const Run& run, const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last,
+                bf16* rows, std::integer_sequence<int, B...>) const {
+    ((run.bits == B + 1 ? read_run<B + 1>(run, packed, slots, count, first, last, rows) : void()), ...);
+  }
+
+  template <int B>
+  void read_run(const Run& run, const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last,
+                bf16* rows) const {
+    const int64_t begin = std::max<int64_t>(0, first - run.first) / BLOCK * BLOCK;
+    const int64_t end = std::min(run.count, last - run.first);
+    for (int64_t t = 0; t < count; ++t) {
+      const uint8_t* row = packed + slots[t] * bytes_;
+      bf16* to = rows + t * width + run.first;
+      for (int64_t i = begin; i < end; i += BLOCK) {
+        std::array<const uint8_t*, 4> from;
+        for (int64_t plane = 0; plane < 4; ++plane) from[plane] = row + run.offsets[plane] + i * WIDTHS[plane] / 8;
+        // A last block that is not full spills into columns that are decoded later, if there are any.
+        if (i + BLOCK <= run.count || run.readable) {
+          if (run.first + i + BLOCK <= last) decode<B>(from, to + i);
+          else decode_part<B>(from, to + i, std::min(BLOCK, run.count - i));
+          continue;
+        }
+        uint8_t copies[4][BLOCK] = {};
+        for (int64_t plane = 0; plane < 4; ++plane) {
+          if (!(B & WIDTHS[plane])) continue;
+          std::memcpy(copies[plane], from[plane], segment_bytes(plane, run.count - i));
+          from[plane] = copies[plane];
+        }
+        decode_part<B>(from, to + i, run.count - i);
+      }
+    }
+  }
+
+  template <int B>
+  static void decode_part(const std::array<const uint8_t*, 4>& from, bf16* to, int64_t count) {
+    alignas(64) uint16_t decoded[BLOCK];
+    decode<B>(from, (bf16*)decoded);
+    std::memcpy((void*)to, decoded, 2 * count);
+  }
+
+  // The even and odd ones of 16 signed 16-bit integers.
+  static __m256 even_floats(__m256i x) { return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x, 16), 16)); }
+  static __m256 odd_floats(__m256i x) { return _mm256_cvtepi32_ps(_mm256_srai_epi32(x, 16)); }
 
 #ifdef __AVX512F__
-  void write_block(const bf16* row, int64_t at, uint8_t* to) const {
-    alignas(64) uint8_t lows[BLOCK], highs[BLOCK];
-    for (int64_t i = 0; i < BLOCK; i += 16) {
-      const __m512i offset = _mm512_loadu_si512(offsets_.data() + at + i);
-      const __m512 upper = _mm512_cvtepi32_ps(offset), lower = _mm512_sub_ps(_mm512_setzero_ps(), upper);
-      const __m512 x = widen(row + at + i, std::clamp<int64_t>(rank - at - i, 0, 16)).reg;
-      const __m512 clamped = _mm512_min_ps(_mm512_max_ps(x, lower), _mm512_sub_ps(upper, _mm512_set1_ps(1.0f)));
-      const __m512 valid = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), clamped);
-      const __m512i code = _mm512_add_epi32(_mm512_cvtps_epi32(valid), offset);
-      _mm_store_si128((__m128i*)(lows + i), _mm512_cvtepi32_epi8(code));
-      _mm_store_si128((__m128i*)(highs + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(code, 8)));
-    }
-    for (size_t b = 0; b < counts_.size() && counts_[b] > at; ++b) {
-      const __m512i codes = _mm512_load_si512(b < 8 ? lows : highs);
-      const uint64_t plane = _cvtmask64_u64(_mm512_test_epi8_mask(codes, _mm512_set1_epi8(char(1 << b % 8))));
-      std::memcpy(to + plane_offsets_[b] + at / 8, &plane, std::min<int64_t>(8, (counts_[b] - at) / 8));
-    }
+  // Converts 32 signed bytes.
+  static void store_bytes(bf16* to, __m256i x) {
+    auto half = [](__m128i bytes) { return Floats{_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))}; };
+    narrow(to, half(_mm256_castsi256_si128(x)), half(_mm256_extracti128_si256(x, 1)));
   }
 
-  // The 64 bits of plane b from coordinate `at` on.
-  __mmask64 plane(const uint8_t* from, size_t b, int64_t at) const {
-    const int64_t bytes = std::min<int64_t>(8, (counts_[b] - at) / 8);
-    const uint8_t* address = from + plane_offsets_[b] + at / 8;
-    return _cvtu64_mask64(uint64_t(_mm_cvtsi128_si64(_mm_maskz_loadu_epi8(__mmask16((1 << bytes) - 1), address))));
-  }
-
-  void read_block(const uint8_t* from, int64_t at, bf16* row) const {
-    __m512i low = _mm512_setzero_si512(), high = low;
-    size_t b = 0;
-    for (; b < std::min<size_t>(8, counts_.size()) && counts_[b] > at; ++b)
-      low = _mm512_mask_add_epi8(low, plane(from, b, at), low, _mm512_set1_epi8(char(1 << b)));
-    const bool wide = b == 8 && counts_.size() > 8 && counts_[8] > at;
-    for (; wide && b < counts_.size() && counts_[b] > at; ++b)
-      high = _mm512_mask_add_epi8(high, plane(from, b, at), high, _mm512_set1_epi8(char(1 << (b - 8))));
-    alignas(64) uint8_t lows[BLOCK], highs[BLOCK];
-    _mm512_store_si512(lows, low);
-    if (wide) _mm512_store_si512(highs, high);
-    auto load_codes = [&](int64_t i) {
-      __m512i code = _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)(lows + i)));
-      if (wide) code = _mm512_or_si512(code, _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)(highs + i))), 8));
-      return Floats{_mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_loadu_si512(offsets_.data() + at + i)))};
-    };
-    for (int64_t i = 0; i < BLOCK && at + i < rank; i += 32) {
-      if (at + i + 32 <= rank) {
-        narrow(row + at + i, load_codes(i), load_codes(i + 16));
-      } else {
-        narrow(row + at + i, load_codes(i), std::min<int64_t>(16, rank - at - i));
-        if (rank > at + i + 16) narrow(row + at + i + 16, load_codes(i + 16), rank - at - i - 16);
-      }
-    }
-  }
+  static Floats join(__m256 low, __m256 high) { return {_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1)}; }
 #else
-  // A coordinate's code. NaN becomes 0, because no code represents it.
-  static int32_t code(float x, int32_t offset) {
-    return std::isnan(x) ? offset : int32_t(std::nearbyint(std::min(std::max(x, -float(offset)), float(offset) - 1))) + offset;
+  // Converts 32 signed bytes. bf16 represents them exactly, so the upper halves of floats are the result.
+  static void store_bytes(bf16* to, __m256i x) {
+    auto put = [](bf16* to, __m128i bytes) {
+      const __m256i words = _mm256_cvtepi8_epi16(bytes);
+      const __m256i even = _mm256_srli_epi32(_mm256_castps_si256(even_floats(words)), 16);
+      _mm256_storeu_si256((__m256i*)to, _mm256_blend_epi16(even, _mm256_castps_si256(odd_floats(words)), 0xaa));
+    };
+    put(to, _mm256_castsi256_si128(x)), put(to + 16, _mm256_extracti128_si256(x, 1));
   }
 
-  void write_block(const bf16* row, int64_t at, uint8_t* to) const {
-    int32_t codes[BLOCK] = {};
-    for (int64_t i = 0; i < std::min(BLOCK, rank - at); ++i) codes[i] = code(float(row[at + i]), offsets_[at + i]);
-    for (size_t b = 0; b < counts_.size(); ++b)
-      for (int64_t i = 0; i < std::min(BLOCK, counts_[b] - at); i += 8) {
-        uint8_t byte = 0;
-        for (int64_t j = 0; j < 8; ++j) byte |= uint8_t((codes[i + j] >> b & 1) << j);
-        to[plane_offsets_[b] + (at + i) / 8] = byte;
-      }
-  }
-
-  // Expands the bits of a byte to bytes of 0 or 1.
-  static uint64_t spread(uint8_t byte) {
-    // Replicates the byte, isolates a different bit in each copy, and moves it to bit 0.
-    const uint64_t isolated = (byte * 0x0101010101010101u) & 0x8040201008040201u;
-    return ((isolated + 0x7f7f7f7f7f7f7f7fu) | isolated) >> 7 & 0x0101010101010101u;
-  }
-
-  void read_block(const uint8_t* from, int64_t at, bf16* row) const {
-    for (int64_t i = at; i < std::min(at + BLOCK, rank); i += 8) {
-      uint64_t low = 0, high = 0;
-      for (size_t b = 0; b < counts_.size() && counts_[b] > i; ++b)
-        (b < 8 ? low : high) |= spread(from[plane_offsets_[b] + i / 8]) << b % 8;
-      float buffer[16];
-      for (int64_t j = 0; j < 8; ++j)
-        buffer[j] = float(int32_t((low >> 8 * j & 255) | (high >> 8 * j & 255) << 8) - offsets_[i + j]);
-      narrow(row + i, load(buffer, 8), 8);
-    }
-  }
+  static Floats join(__m256 low, __m256 high) { return {low, high}; }
 #endif
 
-  std::vector<int64_t> counts_, plane_offsets_;  // of each plane: its coordinates, and its first byte
-  std::vector<int32_t> offsets_;  // of each coordinate: 2^(bits - 1)
-  int64_t planes_ = 0, rotary_offset_ = 0;
+  // Converts 32 codes of up to 16 bits, less `offset`.
+  static void store_codes(bf16* to, __m256i lower, __m256i upper, int offset) {
+    auto words = [&](__m128i lower, __m128i upper) {
+      const __m256i code = _mm256_or_si256(_mm256_cvtepu8_epi16(lower), _mm256_slli_epi16(_mm256_cvtepu8_epi16(upper), 8));
+      return _mm256_sub_epi16(code, _mm256_set1_epi16(int16_t(offset)));
+    };
+    const __m256i first = words(_mm256_castsi256_si128(lower), _mm256_castsi256_si128(upper));
+    const __m256i second = words(_mm256_extracti128_si256(lower, 1), _mm256_extracti128_si256(upper, 1));
+    store(to, narrow_interleaved(join(even_floats(first), even_floats(second)), join(odd_floats(first), odd_floats(second))));
+  }
+
+  // Writes up to 32 coordinates of a run, from its i-th on.
+  void write_block(const Run& run, int64_t i, const bf16* row, uint8_t* to) const {
+    const int64_t count = std::min(BLOCK, run.count - i);
+    const float offset = float(1 << (run.bits - 1));
+    alignas(32) int16_t codes[BLOCK];
+    for (int64_t j = 0; j < BLOCK; j += 16) {
+      const Floats x = widen(row + run.first + i + j, std::clamp<int64_t>(count - j, 0, 16));
+      // NaN becomes 0, because no code represents it.
+      const Floats valid = select(greater(abs(x), splat(-1.0f)), x, splat(0.0f));
+      const Floats least = max(valid, splat(-offset)), negated = max(splat(0.0f) - least, splat(1.0f - offset));
+      store(codes + j, round_nearest(splat(0.0f) - negated) + splat(offset));
+    }
+    std::fill(codes + count, codes + BLOCK, int16_t(0));
+    for (int64_t plane = 0; plane < 4; ++plane) {
+      if (!(run.bits & WIDTHS[plane])) continue;
+      uint8_t* at = to + run.offsets[plane] + i * WIDTHS[plane] / 8;
+      const int lowest = shift(int(run.bits), plane);
+      if (plane == 0) store_fields<8>(at, codes, lowest, count);
+      else if (plane == 1) store_fields<4>(at, codes, lowest, count);
+      else if (plane == 2) store_fields<2>(at, codes, lowest, count);
+      else store_fields<1>(at, codes, lowest, count);
+    }
+  }
+
+  // Inverse of load_fields for bits [lowest, lowest + BITS) of 32 codes; writes those of `count`.
+  template <int BITS>
+  static void store_fields(uint8_t* to, const int16_t* codes, int lowest, int64_t count) {
+    auto field = [&](int64_t j) {
+      const __m256i code = _mm256_srl_epi16(_mm256_load_si256((const __m256i*)(codes + j)), _mm_cvtsi32_si128(lowest));
+      return _mm256_and_si256(code, _mm256_set1_epi16((1 << BITS) - 1));
+    };
+    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(field(0), field(16)), 0xd8);
+    alignas(32) uint32_t groups[8], words[8] = {};
+    if constexpr (BITS == 8) {
+      _mm256_store_si256((__m256i*)words, bytes);
+    } else {
+      const __m256i shifted = _mm256_sllv_epi32(_mm256_shuffle_epi8(bytes, byte_order()), shifts<BITS>());
+      _mm256_store_si256((__m256i*)groups, shifted);
+      for (int j = 0; j < 8; ++j) words[j * BITS / 8] |= groups[j];
+    }
+    std::memcpy(to, words, (count * BITS + 31) / 32 * 4);
+  }
+
+  std::vector<Run> runs_;
+  int64_t rope_ = 0, scale_offset_ = 0, rope_offset_ = 0, bytes_ = 0;
   Int8Rows rotary_;
 };
