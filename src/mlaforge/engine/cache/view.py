@@ -142,18 +142,47 @@ def _host_table(tables: Sequence[Sequence[int]], device: torch.device) -> torch.
     return uploaded(table_SB, device)
 
 
+def query_token_view(view: CacheView) -> CacheView:
+    """Return the view in which each generated query token is a sequence that ends with it, as when it is decoded alone;
+    `view` itself if that is the case. Prompts stay whole. Nodes of a tree keep all of its rows, and `tree_Tn`.
+
+    For token selection (execution/indexer.py). The view must be without a window.
+    """
+    queries = view.queries
+    repeats = [T if generating else 1 for T, generating in zip(queries, view.generating, strict=True)]
+    if max(repeats, default=1) == 1:
+        return view
+    sequences = [s for s, repeat in enumerate(repeats) for _ in range(repeat)]
+    drafted = [repeat - 1 if view.tree_Tn is None else 0 for repeat in repeats]
+    lengths = [
+        view.lengths[s] - drafted[s] + (t if drafted[s] else 0) for s, repeat in enumerate(repeats) for t in range(repeat)
+    ]
+    split_queries = [1 if view.generating[s] else queries[s] for s in sequences]
+    device = view.slots_N.device
+    sequences_R = on_device(sequences, torch.int64, device)
+    return dataclasses.replace(
+        view, block_table_SB=view.block_table_SB.index_select(0, sequences_R),
+        seq_lens_S=on_device(lengths, torch.int32, device), first_S=view.first_S.index_select(0, sequences_R),
+        query_start_S1=on_device([0, *itertools.accumulate(split_queries)], torch.int32, device), runs=(),
+        max_query=max(split_queries), queries=tuple(split_queries), lengths=tuple(lengths),
+        generating=tuple(view.generating[s] for s in sequences),
+    )  # fmt: skip
+
+
 def select_view(
     view: CacheView, slots_SK: torch.Tensor, positions_SK: torch.Tensor, counts: tuple[int, ...], by_sequence: bool
 ) -> CacheView:
     """Return the view of selected tokens as if their rows were all that exists: blocks of one row.
 
     slots_SK and positions_SK, int32, are the selection (ops/token_selection.py), `counts` its tokens per sequence. With
-    `by_sequence` the rows of sequence s count from s·K on, so that `positions_SK` is one table of positions.
+    `by_sequence` the rows of sequence s count from s·K on, so that `positions_SK` is one table of positions. Where every
+    query token has its own selection, that of a tree's node is its path.
     """
     first_S, lengths_S = _bounds(counts, slots_SK.shape[1] if by_sequence else 0, slots_SK.device)
     return dataclasses.replace(
         view, block_table_SB=slots_SK, first_S=first_S, seq_lens_S=lengths_S, block_size=1, runs=(),
         positions_SK=positions_SK, counts=counts, lengths=counts,
+        tree_Tn=None if view.max_query == 1 else view.tree_Tn,
     )  # fmt: skip
 
 
