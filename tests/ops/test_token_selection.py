@@ -219,7 +219,7 @@ def test_the_reference_matches_the_model():
 
 def test_a_view_of_selected_tokens():
     view, _ = make_view([50, 20, 90], [1, 1, 2])
-    assert Selections().counts(view, 100, 8) is None and Selections().counts(view, 30, 8) == (30, 20, 30)
+    assert Selections().counts(view, 100) is None and Selections().counts(view, 30) == (30, 20, 30)
     # More query tokens than are always read: none could be left out.
     assert Selections().counts(view, 30, 1) == (30, 20, 90)
     slots = torch.arange(96, dtype=torch.int32).view(3, 32)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from mlaforge.engine.cache.block_tables import BlockTables, Copy
 from mlaforge.engine.request.sequence import Sequence
 
-
 # Most generated tokens that a step recomputes of a sequence where each has a selection of its own, which takes memory.
 REPLAYED_TOKENS = 32
 

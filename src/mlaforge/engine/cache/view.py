@@ -148,23 +148,25 @@ def query_token_view(view: CacheView) -> CacheView:
 
     For token selection (execution/indexer.py). The view must be without a window.
     """
-    queries = view.queries
-    repeats = [T if generating else 1 for T, generating in zip(queries, view.generating, strict=True)]
-    if max(repeats, default=1) == 1:
+    if not any(T > 1 and generating for T, generating in zip(view.queries, view.generating, strict=False)):
         return view
-    sequences = [s for s, repeat in enumerate(repeats) for _ in range(repeat)]
-    drafted = [repeat - 1 if view.tree_Tn is None else 0 for repeat in repeats]
-    lengths = [
-        view.lengths[s] - drafted[s] + (t if drafted[s] else 0) for s, repeat in enumerate(repeats) for t in range(repeat)
-    ]
-    split_queries = [1 if view.generating[s] else queries[s] for s in sequences]
+    sequences: list[int] = []
+    queries: list[int] = []
+    lengths: list[int] = []
+    for s, (T, length, generating) in enumerate(zip(view.queries, view.lengths, view.generating, strict=True)):
+        sequences += [s] * T if generating else [s]
+        queries += [1] * T if generating else [T]
+        if generating and view.tree_Tn is None:
+            lengths += range(length - T + 1, length + 1)
+        else:
+            lengths += [length] * (T if generating else 1)
     device = view.slots_N.device
     sequences_R = on_device(sequences, torch.int64, device)
     return dataclasses.replace(
         view, block_table_SB=view.block_table_SB.index_select(0, sequences_R),
         seq_lens_S=on_device(lengths, torch.int32, device), first_S=view.first_S.index_select(0, sequences_R),
-        query_start_S1=on_device([0, *itertools.accumulate(split_queries)], torch.int32, device), runs=(),
-        max_query=max(split_queries), queries=tuple(split_queries), lengths=tuple(lengths),
+        query_start_S1=on_device([0, *itertools.accumulate(queries)], torch.int32, device), runs=(),
+        max_query=max(queries), queries=tuple(queries), lengths=tuple(lengths),
         generating=tuple(view.generating[s] for s in sequences),
     )  # fmt: skip
 
@@ -175,8 +177,8 @@ def select_view(
     """Return the view of selected tokens as if their rows were all that exists: blocks of one row.
 
     slots_SK and positions_SK, int32, are the selection (ops/token_selection.py), `counts` its tokens per sequence. With
-    `by_sequence` the rows of sequence s count from s·K on, so that `positions_SK` is one table of positions. Where every
-    query token has its own selection, that of a tree's node is its path.
+    `by_sequence` the rows of sequence s count from s·K on, so that `positions_SK` is one table of positions. If every
+    query token has its own selection, a tree is resolved: a node's selection is from its path.
     """
     first_S, lengths_S = _bounds(counts, slots_SK.shape[1] if by_sequence else 0, slots_SK.device)
     return dataclasses.replace(

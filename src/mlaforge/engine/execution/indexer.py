@@ -47,8 +47,7 @@ class Selections:
         return self._view
 
     def counts(self, view: CacheView, topk: int) -> Counts | None:
-        """Number of tokens per sequence of `query_tokens` that a sparse layer with this budget reads; None if it reads all
-        tokens."""
+        """Number of tokens per sequence of `query_tokens` that a sparse layer with this budget reads; None if all."""
         if topk not in self._counts:
             lengths = view.host.visible_lengths
             counts = tuple(
@@ -114,8 +113,9 @@ class Indexer:
         counts = selections.counts(tokens_view, self.topk)
         probe_counts, probed = None, []
         if probe is not None:
-            last_rows = [stop - 1 for stop in itertools.accumulate(view.queries)]
-            probed = [tokens_view.query_start_S1.tolist().index(last_rows[s] + 1) - 1 for s in probe.sequences]
+            stops, token_stops = (list(itertools.accumulate(each.queries)) for each in (view, tokens_view))
+            # The last query token of each probed sequence.
+            probed = [token_stops.index(stops[s]) for s in probe.sequences]
             probe_counts = self._probe_counts(tokens_view, counts, probed)
         if self.index is not None:
             assert rows.index is not None
