@@ -261,22 +261,22 @@ def test_an_answer_is_restored_in_few_steps(layout, caching, sparse):
     params = SamplingParams(temperature=0.0, max_tokens=320, ignore_eos=True, logprobs=1)
     llm = engine(sparse("llama", layout), dtype="bfloat16", prefix_caching=caching, cache_bytes=16 << 20)
     found = []
-    for preempted in (False, True):
+    for preempt in (False, True):
         llm.engine.add("answer", PROMPTS[0], params)
-        logprobs, steps = [], 0
+        logprobs, preempted_at, restored_at = [], None, None
         while llm.engine.has_work:
-            (sequence,) = [*llm.engine.scheduler.running, *llm.engine.scheduler.waiting]
-            if preempted and len(logprobs) == 300 and not steps:
-                llm.engine.scheduler._preempt(sequence)
-                before, steps = llm.engine.stats().steps, 1
+            if len(logprobs) == 300 and preempted_at is None:
+                preempted_at = llm.engine.stats().steps
+                if preempt:
+                    llm.engine.scheduler._preempt(llm.engine.scheduler.running[-1])
             for output in llm.engine.step():
                 logprobs += [(x.token_id, x.logprob) for x in output.outputs[0].logprobs or ()]
-                if steps == 1 and len(logprobs) > 300:
-                    steps = llm.engine.stats().steps - before
+            if len(logprobs) == 301:
+                restored_at = llm.engine.stats().steps
         found.append(logprobs)
     assert found[0] == found[1]
-    # The prompt, and 300 tokens; with the prefix cache only the last block's.
-    assert steps == (1 if caching else 11)
+    # The prompt, and 300 tokens in 10 steps; with the prefix cache only those of the last block.
+    assert restored_at - preempted_at == (1 if caching else 11)
     llm.engine.check_integrity()
 
 

@@ -253,11 +253,11 @@ def test_nodes_of_a_tree_select_from_their_paths(compiled, implementation, lengt
     """As from a text that consists of the path alone, to the bit."""
     view, slots = make_view([length], [5], seed=seed)
     view = dataclasses.replace(view, tree_Tn=torch.tensor(TREE, dtype=torch.int32))
-    token_index = index(3, 16, 12, 20, seed, sink=2, window=4, stride=stride, topk=topk)
+    token_index = index(4, 16, 12, 20, seed, sink=2, window=4, stride=stride, topk=topk)
     generator = torch.Generator().manual_seed(seed)
     keys = empty_keys(slots, 16, torch.device("cpu"))
     keys.copy_(torch.randint(-127, 128, keys.shape, generator=generator))
-    q = torch.randn(5, 36, generator=generator).bfloat16()
+    q = torch.randn(5, 48, generator=generator).bfloat16()
     turn = turns(torch.arange(5))
     nodes = query_token_view(view)
     assert nodes.host.visible_lengths == tuple(length - 4 + depth for depth in (0, 1, 1, 2, 3))
