@@ -57,7 +57,7 @@ LIBRARY(FORM, m) {
   m.def(
       "select_tokens(Tensor q, int heads, Tensor weight, Tensor? rotation, Tensor frequency, Tensor? sinks, Tensor keys, "
       "Tensor table, Tensor seq_lens, Tensor query_start, int block_size, int[] counts, int sink, int window, int stride, "
-      "int multiple) -> (Tensor, Tensor)");
+      "int multiple, Tensor? tree) -> (Tensor, Tensor)");
   m.def("unpack_mxfp4(Tensor blocks, Tensor scales) -> Tensor");
 }
 
