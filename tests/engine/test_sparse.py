@@ -9,6 +9,7 @@ from mlaforge.engine import memory
 from mlaforge.engine.cache.kv_cache import layer_caches
 from mlaforge.engine.execution.indexer import Indexer, Selections
 from mlaforge.ops import decompressed_keys, native, token_selection
+from mlaforge.ops.host_view import host_view
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
 from support.speculating import branch, speculate, watch_selections
@@ -104,7 +105,7 @@ def everything(monkeypatch):
     seen, call = [], Indexer.__call__
 
     def counts(self, view, topk):
-        return view.host.visible_lengths if any(view.generating) else None
+        return host_view(view).visible_lengths if any(view.generating) else None
 
     def recorded_call(self, features, q, turn, rows, view, *others):
         selected = call(self, features, q, turn, rows, view, *others)

@@ -12,6 +12,7 @@ from mlaforge.engine.execution.indexer import Selections
 from mlaforge.modeling import token_index_mla
 from mlaforge.modeling.token_index_mla import PairsIndex
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.host_view import host_view
 from mlaforge.ops.paged_attention import paged_attention
 from mlaforge.ops.token_selection import TokenIndex, empty_keys, keys_at, visible_slots
 from mlaforge.runtime import UserError
@@ -232,7 +233,9 @@ def test_a_view_of_query_tokens():
     view, _ = make_view([50, 20, 90], [1, 7, 3])
     view = dataclasses.replace(view, generating=(True, False, True))
     tokens = query_token_view(view)
-    assert tokens.lengths == (50, 20, 88, 89, 90) == tuple(tokens.seq_lens_S.tolist()) == tokens.host.visible_lengths
+    assert (
+        tokens.lengths == (50, 20, 88, 89, 90) == tuple(tokens.seq_lens_S.tolist()) == host_view(tokens).visible_lengths
+    )
     assert tokens.queries == (1, 7, 1, 1, 1) and tokens.query_start_S1.tolist() == [0, 1, 8, 9, 10, 11]
     assert tokens.generating == (True, False, True, True, True) and tokens.max_query == 7
     assert torch.equal(tokens.block_table_SB, view.block_table_SB[[0, 1, 2, 2, 2]])
@@ -260,10 +263,10 @@ def test_nodes_of_a_tree_select_from_their_paths(compiled, implementation, lengt
     q = torch.randn(5, 48, generator=generator).bfloat16()
     turn = turns(torch.arange(5))
     nodes = query_token_view(view)
-    assert nodes.host.visible_lengths == tuple(length - 4 + depth for depth in (0, 1, 1, 2, 3))
-    counts = tuple(min(topk, visible) for visible in nodes.host.visible_lengths)
+    assert host_view(nodes).visible_lengths == tuple(length - 4 + depth for depth in (0, 1, 1, 2, 3))
+    counts = tuple(min(topk, visible) for visible in host_view(nodes).visible_lengths)
     selected_slots, positions = token_index.choose(keys, q, turn, nodes, counts, implementation=implementation)
-    for node, (count, visible) in enumerate(zip(counts, nodes.host.visible_lengths, strict=True)):
+    for node, (count, visible) in enumerate(zip(counts, host_view(nodes).visible_lengths, strict=True)):
         path = [j for j in range(5) if TREE[node][j] >= 0]
         (alone, slots_of_alone), places = make_view([visible], [1], seed=seed + 1), visible_slots(nodes, node)
         assert places[length - 5 :].tolist() == view.slots_N[path].tolist()

@@ -26,8 +26,9 @@ SlotRuns = tuple[tuple[int, int], ...]
 def host_view(view: CacheView) -> HostView:
     """Return the view as the host reads it; the layers of a step share it."""
     # Stored like a cached property, which would make the modules import each other.
-    host: HostView = vars(view).setdefault("_host_view", None) or HostView(view)
-    vars(view)["_host_view"] = host
+    if "_host_view" not in vars(view):
+        vars(view)["_host_view"] = HostView(view)
+    host: HostView = vars(view)["_host_view"]
     return host
 
 

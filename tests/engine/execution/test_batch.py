@@ -168,7 +168,9 @@ def test_a_step_from_a_graph_computes_no_runs(monkeypatch):
     (view,) = batch.views
     padded(batch, Bucket.of(batch, 8), [NUM_BLOCKS])
     assert view.lengths == (15, 5) and len(view.runs) == 2
-    assert host_view.host_view(view).gathered[1].lengths == (15, 5) and host_view.host_view(view).dense(torch.float32)[0].shape == (2, 15)
+    assert host_view.host_view(view).gathered[1].lengths == (15, 5) and host_view.host_view(view).dense(torch.float32)[
+        0
+    ].shape == (2, 15)
     assert not computed
     assert view.runs[1] == view.runs[-1] == ((4, 5),)
     assert len(computed) == 1

@@ -17,6 +17,7 @@ from mlaforge.engine.cache.view import query_token_view, select_view
 from mlaforge.engine.execution.batch import AttentionProbe
 from mlaforge.modeling.token_index_mla import SparseLayer
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.host_view import host_view
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.token_selection import SELECT_TOKENS, WRITE_INDEX, TokenIndex
@@ -49,7 +50,7 @@ class Selections:
     def counts(self, view: CacheView, topk: int) -> Counts | None:
         """Number of tokens per sequence of `query_tokens` that a sparse layer with this budget reads; None if all."""
         if topk not in self._counts:
-            lengths = view.host.visible_lengths
+            lengths = host_view(view).visible_lengths
             counts = tuple(
                 min(length, topk) if sparse else length for length, sparse in zip(lengths, view.generating, strict=True)
             ) if any(view.generating) else lengths  # fmt: skip
@@ -134,7 +135,7 @@ class Indexer:
     def _probe_counts(self, view: CacheView, counts: Counts | None, sequences: list[int]) -> Counts:
         """Tokens to select for the probed sequences: as many as the step reads of each sequence, else of the probed
         only."""
-        lengths = view.host.visible_lengths
+        lengths = host_view(view).visible_lengths
         probed = {s: min(lengths[s], self.topk) for s in sequences}
         if counts is not None and all(counts[s] == count for s, count in probed.items()):
             return counts
