@@ -11,7 +11,7 @@ from mlaforge.engine.execution.indexer import Indexer, Selections
 from mlaforge.ops import decompressed_keys, native, token_selection
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
-from support.speculating import branch, speculate
+from support.speculating import branch, speculate, watch_selections
 
 CASES = [("llama", "gqa"), ("llama", "latent"), ("llama", "latent_rope"), ("llama", "coded"), ("gpt_oss", "gqa")]
 CASES += [("gpt_oss", "latent"), ("qwen3", "latent"), ("qwen2", "latent_rope")]
@@ -70,10 +70,9 @@ def test_only_selected_rows_are_read(layout, dtype, sparse, monkeypatch):
     llm = engine(sparse("llama", layout), dtype=dtype, prefix_caching=False)
     plain = tokens(llm.generate(PROMPTS, greedy(4)))
     seen = []
-    choose = token_selection.TokenIndex.choose
 
-    def poisoned(self, keys, q, turn, view, counts, apart):
-        slots, positions = choose(self, keys, q, turn, view, counts, apart)
+    def poison(inputs, outputs):
+        (_, _, _, keys, view, counts, _), (slots, _) = inputs, outputs
         kept = {int(slot) for s, count in enumerate(counts) for slot in slots[s, :count]}
         for rows in llm.engine.cache.rows:
             if rows.index is keys and rows.packed.is_floating_point():
@@ -82,10 +81,9 @@ def test_only_selected_rows_are_read(layout, dtype, sparse, monkeypatch):
                 saved.append((rows.packed, others, rows.packed[others].clone()))
                 rows.packed[others] = torch.nan
         seen.append(counts)
-        return slots, positions
 
     saved = []
-    monkeypatch.setattr(token_selection.TokenIndex, "choose", poisoned)
+    watch_selections(llm, poison)
     step = llm.engine.runner.eager
 
     def restored(batch):
@@ -105,8 +103,8 @@ def everything(monkeypatch):
     """Generated tokens read a selection of all tokens. Returns the index keys that each layer with an index selects."""
     seen, call = [], Indexer.__call__
 
-    def counts(self, view, topk, window):
-        return view.lengths if any(view.generating) else None
+    def counts(self, view, topk):
+        return view.host.visible_lengths if any(view.generating) else None
 
     def recorded_call(self, features, q, turn, rows, view, *others):
         selected = call(self, features, q, turn, rows, view, *others)
@@ -154,27 +152,19 @@ def test_drafts_keep_rows_and_index_keys(layout, tree, sparse, everything):
     llm.engine.check_integrity()
 
 
-def test_drafts_share_a_selection(sparse, monkeypatch):
-    """One choice for all query tokens of a step, by the last of them."""
-    llm, choose, asked = engine(sparse("llama", "latent")), token_selection.TokenIndex.choose, []
-
-    def watched(self, keys, q, turn, view, counts, apart):
-        asked.append((len(q), counts))
-        return choose(self, keys, q, turn, view, counts, apart)
-
-    monkeypatch.setattr(token_selection.TokenIndex, "choose", watched)
+def test_every_draft_has_its_own_selection(sparse):
+    llm, asked = engine(sparse("llama", "latent")), []
+    watch_selections(llm, lambda inputs, outputs: asked.append((len(inputs[0]), inputs[5])))
     (text,) = tokens(llm.generate([PROMPTS[0]], greedy(16)))
     speculate(llm.engine, Knowing([PROMPTS[0] + text], 1.0))
-    (drafted,) = tokens(llm.generate([PROMPTS[0]], greedy(16)))
-    assert len(drafted) == 16 and (4, (40,)) in asked
+    assert tokens(llm.generate([PROMPTS[0]], greedy(16))) == [text]
+    assert (4, (40,) * 4) in asked and (1, (40,)) in asked
     llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_lookup_drafts_of_sparse_models_are_no_longer_than_others(dense, sparse):
-    """Where what is verified together shares a selection; read densely, they may be."""
-    speculation = engine(sparse("llama", "latent"), speculative="ngram", dense=dense).engine.speculation
-    assert speculation.lookup.max_tokens == (8 if dense else 3)
+def test_lookup_drafts_are_as_long_as_on_dense_models(sparse):
+    speculation = engine(sparse("llama", "latent"), speculative="ngram").engine.speculation
+    assert speculation.lookup.max_tokens == 8
 
 
 @pytest.mark.parametrize("layout", ["gqa", "latent"])
@@ -247,7 +237,7 @@ def test_cached_keys_change_no_token(layout, stored, sparse, monkeypatch):
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("layout", ["gqa", "latent", "latent_rope"])
 def test_preemption_changes_nothing(layout, caching, sparse):
-    """What was generated before is computed anew as it was, token by token, and not as a prompt."""
+    """What was generated before is computed anew as it was, and not as a prompt."""
     directory = sparse("llama", layout)
     whole = engine(directory, prefix_caching=caching)
     block = sum(layer.block_bytes(16) for layer in whole.engine.cache.layers)
@@ -260,6 +250,37 @@ def test_preemption_changes_nothing(layout, caching, sparse):
         llm.engine.check_integrity()
     assert found[14][0] == found[200][0]
     assert found[14][1] == pytest.approx(found[200][1], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "length", "caching", "steps"),
+    [("gqa", 300, False, 11), ("gqa", 90, True, 1), ("latent", 90, False, 4), ("latent_rope", 90, False, 4),
+     ("coded", 90, False, 4)],
+)  # fmt: skip
+def test_an_answer_is_restored_in_few_steps(layout, length, caching, steps, sparse):
+    """In chunks of generated tokens, each with its selection: in bf16 the rest of the answer is equal to the bit."""
+    if not native.is_available():
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    params = SamplingParams(temperature=0.0, max_tokens=length + 8, ignore_eos=True, logprobs=1)
+    llm = engine(sparse("llama", layout), dtype="bfloat16", prefix_caching=caching, cache_bytes=16 << 20)
+    found = []
+    for preempt in (False, True):
+        llm.engine.add("answer", PROMPTS[0], params)
+        logprobs, preempted_at, restored_at = [], None, None
+        while llm.engine.has_work:
+            if len(logprobs) == length and preempted_at is None:
+                preempted_at = llm.engine.stats().steps
+                if preempt:
+                    llm.engine.scheduler._preempt(llm.engine.scheduler.running[-1])
+            for output in llm.engine.step():
+                logprobs += [(x.token_id, x.logprob) for x in output.outputs[0].logprobs or ()]
+            if len(logprobs) == length + 1:
+                restored_at = llm.engine.stats().steps
+        found.append(logprobs)
+    assert found[0] == found[1]
+    # The prompt, then 32 tokens a step; with the prefix cache only those of the last block.
+    assert restored_at - preempted_at == steps
+    llm.engine.check_integrity()
 
 
 def test_index_and_key_bytes_are_counted(sparse):

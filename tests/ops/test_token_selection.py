@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge.engine.cache.view import select_view
+from mlaforge.engine.cache.view import query_token_view, select_view
 from mlaforge.engine.execution.indexer import Selections
 from mlaforge.modeling import token_index_mla
 from mlaforge.modeling.token_index_mla import PairsIndex
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.paged_attention import paged_attention
-from mlaforge.ops.token_selection import TokenIndex, empty_keys, keys_at
+from mlaforge.ops.token_selection import TokenIndex, empty_keys, keys_at, visible_slots
 from mlaforge.runtime import UserError
 from support.paged_steps import DEVICE, SHAPES, make_step, needs_triton
 
@@ -219,11 +219,58 @@ def test_the_reference_matches_the_model():
 
 def test_a_view_of_selected_tokens():
     view, _ = make_view([50, 20, 90], [1, 1, 2])
-    assert Selections().counts(view, 100, 8) is None and Selections().counts(view, 30, 8) == (30, 20, 30)
-    # More query tokens than are always read: none could be left out.
-    assert Selections().counts(view, 30, 1) == (30, 20, 90)
+    assert Selections().counts(view, 100) is None and Selections().counts(view, 30) == (30, 20, 30)
     slots = torch.arange(96, dtype=torch.int32).view(3, 32)
     some = select_view(view, slots, slots, (30, 20, 30), True)
     assert some.first_S.tolist() == [0, 32, 64] and some.seq_lens_S.tolist() == [30, 52, 94]
     assert select_view(view, slots, slots, (30, 20, 30), False).seq_lens_S.tolist() == [30, 20, 30]
     assert some.block_size == 1 and some.runs == () and torch.equal(some.slots_N, view.slots_N)
+
+
+def test_a_view_of_query_tokens():
+    """Generated tokens become sequences that end with them; prompts stay whole."""
+    view, _ = make_view([50, 20, 90], [1, 7, 3])
+    view = dataclasses.replace(view, generating=(True, False, True))
+    tokens = query_token_view(view)
+    assert tokens.lengths == (50, 20, 88, 89, 90) == tuple(tokens.seq_lens_S.tolist()) == tokens.host.visible_lengths
+    assert tokens.queries == (1, 7, 1, 1, 1) and tokens.query_start_S1.tolist() == [0, 1, 8, 9, 10, 11]
+    assert tokens.generating == (True, False, True, True, True) and tokens.max_query == 7
+    assert torch.equal(tokens.block_table_SB, view.block_table_SB[[0, 1, 2, 2, 2]])
+    assert torch.equal(tokens.slots_N, view.slots_N)
+    for generating in ((False,) * 3, (True, False, False), ()):
+        unchanged = dataclasses.replace(view, generating=generating)
+        assert query_token_view(unchanged) is unchanged
+
+
+# Distances of the nodes of a tree: 0 has children 1 and 2, 1 has child 3, and 3 has child 4.
+TREE = [[0, -1, -1, -1, -1], [1, 0, -1, -1, -1], [1, -1, 0, -1, -1], [2, 1, -1, 0, -1], [3, 2, -1, 1, 0]]
+
+
+@settings(max_examples=20)
+@given(length=st.integers(6, 200), topk=st.integers(8, 60), stride=st.sampled_from([0, 7]), seed=st.integers(0, 99))
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_nodes_of_a_tree_select_from_their_paths(compiled, implementation, length, topk, stride, seed):
+    """As from a text that consists of the path alone, to the bit."""
+    view, slots = make_view([length], [5], seed=seed)
+    view = dataclasses.replace(view, tree_Tn=torch.tensor(TREE, dtype=torch.int32))
+    token_index = index(4, 16, 12, 20, seed, sink=2, window=4, stride=stride, topk=topk)
+    generator = torch.Generator().manual_seed(seed)
+    keys = empty_keys(slots, 16, torch.device("cpu"))
+    keys.copy_(torch.randint(-127, 128, keys.shape, generator=generator))
+    q = torch.randn(5, 48, generator=generator).bfloat16()
+    turn = turns(torch.arange(5))
+    nodes = query_token_view(view)
+    assert nodes.host.visible_lengths == tuple(length - 4 + depth for depth in (0, 1, 1, 2, 3))
+    counts = tuple(min(topk, visible) for visible in nodes.host.visible_lengths)
+    selected_slots, positions = token_index.choose(keys, q, turn, nodes, counts, implementation=implementation)
+    for node, (count, visible) in enumerate(zip(counts, nodes.host.visible_lengths, strict=True)):
+        path = [j for j in range(5) if TREE[node][j] >= 0]
+        (alone, slots_of_alone), places = make_view([visible], [1], seed=seed + 1), visible_slots(nodes, node)
+        assert places[length - 5 :].tolist() == view.slots_N[path].tolist()
+        copied = empty_keys(slots_of_alone, 16, torch.device("cpu"))
+        to = visible_slots(alone, 0)
+        copied[to // 16, :, to % 16] = keys_at(keys, places)
+        one = (copied, q[node : node + 1], turn[node : node + 1], alone, (count,))
+        expected = token_index.choose(*one, implementation=implementation)[1]
+        assert positions[node, :count].tolist() == expected[0].tolist()
+        assert selected_slots[node, :count].tolist() == places[positions[node, :count].long()].tolist()

@@ -124,3 +124,19 @@ def branch(engine, drafter, count=3, tree=8, adaptive=False):
     )
     engine.speculate(drafter)
     return engine
+
+
+def watch_selections(llm, observe):
+    """Call observe(inputs, outputs) for every token selection of the engine, as inputs and outputs of SELECT_TOKENS."""
+
+    def watched(select):
+        def call(*inputs):
+            outputs = select(*inputs)
+            observe(inputs, outputs)
+            return outputs
+
+        return call
+
+    for layer in llm.engine.model.layers:
+        if (sparse := layer.attention.sparse) is not None and sparse.index is not None:
+            sparse.select = watched(sparse.select)

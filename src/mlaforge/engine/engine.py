@@ -162,9 +162,7 @@ class Engine:
         return head
 
     def _lookup_drafter(self) -> PromptLookupDrafter:
-        # Tokens that are verified together share one selection of a sparse model.
-        sparse = is_sparse(self._source.config)
-        return PromptLookupDrafter(self.config.max_draft_tokens if sparse else self.config.max_lookup_tokens)
+        return PromptLookupDrafter(self.config.max_lookup_tokens)
 
     def speculate(self, drafter: Drafter, prompt_lookup: bool = False) -> None:
         """Use `drafter` from the next step on; `prompt_lookup`: drafts by prompt lookup go first.

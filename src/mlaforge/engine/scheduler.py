@@ -15,6 +15,9 @@ from collections.abc import Callable
 from mlaforge.engine.cache.block_tables import BlockTables, Copy
 from mlaforge.engine.request.sequence import Sequence
 
+# Most generated tokens that a step recomputes of a sequence where each has a selection of its own, which takes memory.
+REPLAYED_TOKENS = 32
+
 
 @dataclasses.dataclass
 class SchedulerOutput:
@@ -28,8 +31,7 @@ class SchedulerOutput:
 class Scheduler:
     """The queues of waiting and running sequences; a sequence leaves by `finish`. `preemptions` counts since the start.
 
-    `replays`: recompute generated tokens one per step, as they were generated, because the model reads generated tokens
-    differently from prompts.
+    `replays`: recompute generated tokens apart from the prompt and as such, because the model reads them differently.
     """
 
     def __init__(self, tables: BlockTables, max_num_seqs: int, max_num_batched_tokens: int, replays: bool = False):
@@ -128,7 +130,7 @@ class Scheduler:
         if not (self.replays and sequence.prefilled):
             return end
         prompt = len(sequence.request.prompt_ids)
-        return min(end, prompt) if start < prompt else start + 1
+        return min(end, prompt if start < prompt else start + REPLAYED_TOKENS)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Move the last running sequence to the head of the queue. A sequence that this step has given room to is never

@@ -34,7 +34,7 @@ class CacheView:
     tree_Tn         int32, for a single sequence: its last n rows are a tree of drafted tokens instead of text. Distance
                     from query token t back to the j-th of them, -1 if not visible: only ancestors and the token itself
                     are. Token t is max(tree_Tn[t]) behind the first row of the tree, and sees all rows before the tree
-                    within its window
+                    within its window. Token selection also takes it with each token as a sequence of the same rows
 
     generating      per sequence, whether its tokens were generated or drafted: sparse layers then read a selection.
                     Empty: none were

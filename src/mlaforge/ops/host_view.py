@@ -40,6 +40,17 @@ class HostView:
         self._sequences: dict[int, tuple[slice | Tensor, Tensor | None]] = {}
 
     @functools.cached_property
+    def visible_lengths(self) -> tuple[int, ...]:
+        """Number of tokens that the last query token of each sequence sees, without a window."""
+        view = self.view
+        if view.tree_Tn is None:
+            return view.lengths
+        last_rows = [stop - 1 for stop in itertools.accumulate(view.queries)]
+        depths = view.tree_Tn.amax(1).tolist()
+        before = view.tree_Tn.shape[1] - 1
+        return tuple(length - before + depths[row] for length, row in zip(view.lengths, last_rows, strict=True))
+
+    @functools.cached_property
     def dense_slots(self) -> tuple[Tensor, Tensor]:
         """Slots [S, L] int64 and visibility [S, L], for copying the rows of steps with one query token per sequence.
 

@@ -100,6 +100,16 @@ def supports_device(device: torch.device) -> Literal[True] | str:
     return True if is_available() else "it is not compiled"
 
 
+def supports_row_format(id: int) -> bool:
+    """Whether the kernels have a header for packed rows of a format, by RowFormat.id. They must be available."""
+    return id in _row_formats(kernels())
+
+
+@functools.cache
+def _row_formats(library: Any) -> frozenset[int]:
+    return frozenset(library.row_formats())
+
+
 def install_sigbus_handler(message: str) -> None:
     """Print `message` and exit with code 2 if a file that is mapped into memory is cut short; without compiled kernels
     nothing is mapped."""

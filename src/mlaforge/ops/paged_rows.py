@@ -16,7 +16,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.decompressed_keys import DecompressedKeys
 from mlaforge.ops.dispatch import Op
 from mlaforge.ops.host_view import host_view
-from mlaforge.ops.native import kernel, supports_device
+from mlaforge.ops.native import kernel, supports_device, supports_row_format
 from mlaforge.ops.row_formats.format import RowFormat
 from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import KEY_TILE, empty_keys, keys_at
@@ -164,8 +164,8 @@ def native_supports(rows: PagedRows, *others: Any) -> Literal[True] | str:
         return f"it supports bfloat16 models, this one is {rows.dtype}"
     if not rows.packed.is_contiguous():
         return "rows are not contiguous"
-    if not (rows.plain or rows.packed.dtype == torch.uint8):
-        return f"it does not support rows of {rows.packed.dtype}"
+    if not (rows.plain or supports_row_format(rows.format.id)):
+        return f"it does not support rows in {rows.format.name}"
     return True
 
 

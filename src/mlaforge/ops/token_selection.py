@@ -2,7 +2,8 @@
 them.
 
 modeling/token_index_mla.py defines the index; here it is computed over blocks for the tokens of a step. The last query
-token of a sequence selects for the whole step: the others are drafts, or earlier tokens.
+token of a sequence selects; where several are generated or drafted, the view has each as a sequence
+(engine/cache/view.py).
 
 Legend: N query tokens of all sequences, concatenated, S sequences, L slots, H query heads, G KV heads, I elements of an
 index key, F features of a key, E of a query, P rotary pairs, K maximum tokens that are read.
@@ -78,9 +79,9 @@ class TokenIndex:
         self, keys: Tensor, q_NX: Tensor, rotation_N1P: Tensor, view: CacheView, counts: Sequence[int],
         multiple: int = 1, implementation: str | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Select `counts` tokens per sequence, or all if there are no more: slots and positions, int32 [S, K],
-        ascending. q_NX: queries, H·E elements, and possibly more. The view must be without a window. K is a multiple of
-        `multiple`."""
+        """Select `counts` tokens per sequence, or all that its last query token sees if there are no more: slots and
+        positions, int32 [S, K], ascending. q_NX: queries, H·E elements, and possibly more. The view must be without a
+        window. K is a multiple of `multiple`."""
         inputs = (q_NX, self, rotation_N1P, keys, view, counts, multiple)
         slots, positions = SELECT_TOKENS(*inputs, implementation=implementation)
         return slots, positions
@@ -130,7 +131,7 @@ def token_scores(
     q_NX: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, view: CacheView, sequence: int, slots_L: Tensor
 ) -> Tensor:
     """Return the score of each token of a sequence for its last query token, fp32 [L]; infinite where the pattern
-    always reads it. slots_L: the slots of all its tokens."""
+    always reads it. slots_L: the slots of all tokens that it sees."""
     last = view.query_start_S1[sequence + 1 : sequence + 2].long() - 1
     index_queries = index.queries(q_NX, rotation_N1P, last).transpose(0, 1)
     L = len(slots_L)
@@ -142,10 +143,16 @@ def token_scores(
     return score_L
 
 
-def _slots(view: CacheView, sequence: int, length: int) -> Tensor:
-    """Slots of the first `length` tokens of a sequence."""
-    at_L = torch.arange(length, device=view.block_table_SB.device)
-    return view.block_table_SB[sequence, at_L // view.block_size].long() * view.block_size + at_L % view.block_size
+def visible_slots(view: CacheView, sequence: int) -> Tensor:
+    """Return the slots of the tokens that a sequence's last query token sees, in the order of their positions, [L]."""
+    at_L = torch.arange(int(view.seq_lens_S[sequence]), device=view.block_table_SB.device)
+    slots_L = view.block_table_SB[sequence, at_L // view.block_size].long() * view.block_size + at_L % view.block_size
+    if view.tree_Tn is None:
+        return slots_L
+    distance_n = view.tree_Tn[int(view.query_start_S1[sequence + 1]) - 1]
+    path = distance_n.argsort(descending=True)[: int((distance_n >= 0).sum())]
+    before = len(slots_L) - len(distance_n)
+    return torch.cat((slots_L[:before], slots_L[before:][path]))
 
 
 def select_reference(
@@ -156,8 +163,10 @@ def select_reference(
     K = -(-max(counts) // multiple) * multiple
     slots = torch.zeros(len(counts), K, dtype=torch.int32, device=q_NX.device)
     positions = torch.zeros_like(slots)
-    for s, (count, length) in enumerate(zip(counts, view.seq_lens_S.tolist(), strict=True)):
-        slots_L, at_L = _slots(view, s, length), torch.arange(length, device=q_NX.device)
+    for s, count in enumerate(counts):
+        slots_L = visible_slots(view, s)
+        length = len(slots_L)
+        at_L = torch.arange(length, device=q_NX.device)
         if count < length:
             score_L = token_scores(q_NX, index, rotation_N1P, keys, view, s, slots_L)
             # Ties go to the last token.
@@ -174,7 +183,7 @@ def _select_native(
     slots, positions = kernel("select_tokens")(
         q_NX, index.heads, index.query, None if index.pre_rotated else rotation_N1P, index.frequency, index.sinks, keys,
         view.block_table_SB, view.seq_lens_S, view.query_start_S1, view.block_size, counts, index.sink, index.window,
-        index.stride, multiple,
+        index.stride, multiple, view.tree_Tn,
     )  # fmt: skip
     return slots, positions
 
@@ -195,8 +204,9 @@ def _selected_scores(inputs: Sequence[Any], outputs: tuple[Tensor, Tensor]) -> S
     are equally right. Then whether positions ascend and slots are those of the positions."""
     q_NX, index, rotation_N1P, keys, view, counts, _ = inputs
     observed = []
-    for s, (count, length) in enumerate(zip(counts, view.seq_lens_S.tolist(), strict=True)):
-        slots_L = _slots(view, s, length)
+    for s, count in enumerate(counts):
+        slots_L = visible_slots(view, s)
+        length = len(slots_L)
         slots_K, positions_K = (x[s, : min(count, length)].long() for x in outputs)
         score_L = token_scores(q_NX, index, rotation_N1P, keys, view, s, slots_L)
         score_K = score_L[positions_K.clamp(0, length - 1)].sort().values
@@ -213,6 +223,8 @@ def _triton_supports(
         return f"it needs CUDA tensors, queries are on {q_NX.device.type}"
     if find_spec("triton") is None:
         return "triton is not installed"
+    if view.tree_Tn is not None:
+        return "it does not support trees"
     from mlaforge.ops import token_selection_triton
 
     return token_selection_triton.supports(keys, q_NX, view)

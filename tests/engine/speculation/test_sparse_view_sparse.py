@@ -10,10 +10,9 @@ from mlaforge.engine.llm import LLM
 from mlaforge.engine.speculation.drafter import Draft
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.engine.speculation.sparse_view import SparseViewDrafter
-from mlaforge.ops.token_selection import TokenIndex
 from support.drafters import Knowing
 from support.engine_driver import greedy, idle, random_prompts, watched
-from support.speculating import check_identities, partly, speculate
+from support.speculating import check_identities, partly, speculate, watch_selections
 
 # Layers read 40 tokens (conftest.py); views hold the newest 32 beside what was chosen before them.
 VIEW = {"specpv_sink": 1, "specpv_window": 32, "specpv_full_every": 3, "specpv_max_pending": 8}
@@ -83,17 +82,11 @@ def test_view_of_all_tokens_is_plain_decoding(model):
 
 
 @pytest.mark.parametrize("chunk", [16, 512])
-def test_view_holds_the_index_selection(chunk, model, monkeypatch):
+def test_view_holds_the_index_selection(chunk, model):
     """For the prompt's last token too, whose step reads all; and the newest tokens, once."""
     llm = watched(model, dtype="bfloat16", cache_bytes=16 << 20, max_num_batched_tokens=chunk, max_num_seqs=4)
-    choose, chosen = TokenIndex.choose, []
-
-    def watching(self, keys, q, turn, view, counts, apart):
-        made = choose(self, keys, q, turn, view, counts, apart)
-        chosen.append(made[1][0, : counts[0]].tolist())
-        return made
-
-    monkeypatch.setattr(TokenIndex, "choose", watching)
+    chosen = []
+    watch_selections(llm, lambda inputs, outputs: chosen.append(outputs[1][0, : inputs[5][0]].tolist()))
     (prompt,) = random_prompts(300)
     engine = llm.engine
     partial = partly(engine, Knowing([], 1.0), **VIEW).sparse_view

@@ -142,18 +142,49 @@ def _host_table(tables: Sequence[Sequence[int]], device: torch.device) -> torch.
     return uploaded(table_SB, device)
 
 
+def query_token_view(view: CacheView) -> CacheView:
+    """Return the view in which each generated query token is a sequence that ends with it, as when it is decoded alone;
+    `view` itself if that is the case. Prompts stay whole. Nodes of a tree keep all of its rows, and `tree_Tn`.
+
+    For token selection (execution/indexer.py). The view must be without a window.
+    """
+    if not any(T > 1 and generating for T, generating in zip(view.queries, view.generating, strict=False)):
+        return view
+    sequences: list[int] = []
+    queries: list[int] = []
+    lengths: list[int] = []
+    for s, (T, length, generating) in enumerate(zip(view.queries, view.lengths, view.generating, strict=True)):
+        sequences += [s] * T if generating else [s]
+        queries += [1] * T if generating else [T]
+        if generating and view.tree_Tn is None:
+            lengths += range(length - T + 1, length + 1)
+        else:
+            lengths += [length] * (T if generating else 1)
+    device = view.slots_N.device
+    sequences_R = on_device(sequences, torch.int64, device)
+    return dataclasses.replace(
+        view, block_table_SB=view.block_table_SB.index_select(0, sequences_R),
+        seq_lens_S=on_device(lengths, torch.int32, device), first_S=view.first_S.index_select(0, sequences_R),
+        query_start_S1=on_device([0, *itertools.accumulate(queries)], torch.int32, device), runs=(),
+        max_query=max(queries), queries=tuple(queries), lengths=tuple(lengths),
+        generating=tuple(view.generating[s] for s in sequences),
+    )  # fmt: skip
+
+
 def select_view(
     view: CacheView, slots_SK: torch.Tensor, positions_SK: torch.Tensor, counts: tuple[int, ...], by_sequence: bool
 ) -> CacheView:
     """Return the view of selected tokens as if their rows were all that exists: blocks of one row.
 
     slots_SK and positions_SK, int32, are the selection (ops/token_selection.py), `counts` its tokens per sequence. With
-    `by_sequence` the rows of sequence s count from s·K on, so that `positions_SK` is one table of positions.
+    `by_sequence` the rows of sequence s count from s·K on, so that `positions_SK` is one table of positions. If every
+    query token has its own selection, a tree is resolved: a node's selection is from its path.
     """
     first_S, lengths_S = _bounds(counts, slots_SK.shape[1] if by_sequence else 0, slots_SK.device)
     return dataclasses.replace(
         view, block_table_SB=slots_SK, first_S=first_S, seq_lens_S=lengths_S, block_size=1, runs=(),
         positions_SK=positions_SK, counts=counts, lengths=counts,
+        tree_Tn=None if view.max_query == 1 else view.tree_Tn,
     )  # fmt: skip
 
 

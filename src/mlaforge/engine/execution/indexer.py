@@ -6,13 +6,14 @@ with the queries of all heads.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mlaforge.engine.cache.view import select_view
+from mlaforge.engine.cache.view import query_token_view, select_view
 from mlaforge.engine.execution.batch import AttentionProbe
 from mlaforge.modeling.token_index_mla import SparseLayer
 from mlaforge.ops.cache_view import CacheView
@@ -24,28 +25,36 @@ from mlaforge.ops.token_selection import SELECT_TOKENS, WRITE_INDEX, TokenIndex
 ROW_ALIGNMENT = 256
 
 
-# Number of tokens that a step reads of each sequence.
+# Number of tokens that a step reads of each sequence of a view.
 Counts = tuple[int, ...]
 
 
 class Selections:
-    """Selections of a step in progress: layers without an index read what the last layer with one selected."""
+    """Selections of a step in progress: layers without an index read what the last layer with one selected.
+
+    Sparse layers share one view, so what depends on it is computed once per step.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[int, int], Counts | None] = {}
+        self._view: CacheView | None = None
+        self._counts: dict[int, Counts | None] = {}
         self._selected: dict[Counts, tuple[Tensor, Tensor]] = {}
 
-    def counts(self, view: CacheView, topk: int, window: int) -> Counts | None:
-        """Number of tokens per sequence that a sparse layer with this budget reads, if it always reads the newest
-        `window`; None if it reads all tokens. Steps longer than the window read all: no token could be left out. Sparse
-        layers share one view, so this is computed once per step."""
-        if (topk, window) not in self._counts:
+    def query_tokens(self, view: CacheView) -> CacheView:
+        """The step's view for selection: each generated token has a selection of its own, that of decoding it alone."""
+        if self._view is None:
+            self._view = query_token_view(view)
+        return self._view
+
+    def counts(self, view: CacheView, topk: int) -> Counts | None:
+        """Number of tokens per sequence of `query_tokens` that a sparse layer with this budget reads; None if all."""
+        if topk not in self._counts:
+            lengths = view.host.visible_lengths
             counts = tuple(
-                min(length, topk) if sparse and window >= T else length
-                for length, T, sparse in zip(view.lengths, view.queries, view.generating, strict=True)
-            ) if any(view.generating) else view.lengths  # fmt: skip
-            self._counts[topk, window] = None if counts == view.lengths else counts
-        return self._counts[topk, window]
+                min(length, topk) if sparse else length for length, sparse in zip(lengths, view.generating, strict=True)
+            ) if any(view.generating) else lengths  # fmt: skip
+            self._counts[topk] = None if counts == lengths else counts
+        return self._counts[topk]
 
     def set(self, counts: Counts, slots_SK: Tensor, positions_SK: Tensor) -> None:
         """Store the selection of a layer with an index, for itself and the layers after it."""
@@ -68,7 +77,7 @@ class Indexer:
         order: Tensor | None = None, reads_positions: bool = False,
     ):  # fmt: skip
         pattern, self.topk, self.reads_positions = sparse.sparsity, sparse.topk, reads_positions
-        self.window, self.index = pattern.window, None
+        self.index = None
         if sparse.index is None:
             return
         index = sparse.index
@@ -100,25 +109,36 @@ class Indexer:
         if self.index is not None:
             assert rows.index is not None and features_NF is not None
             self.write(features_NF, self.index, rotation_N1P, rows.index, view.slots_N)
-        counts = selections.counts(view, self.topk, self.window)
-        probe_counts = None if probe is None else self._probe_counts(view, counts, probe.sequences)
+        tokens_view = selections.query_tokens(view)
+        counts = selections.counts(tokens_view, self.topk)
+        probe_counts, probed = None, []
+        if probe is not None:
+            stops, token_stops = (list(itertools.accumulate(each.queries)) for each in (view, tokens_view))
+            # The last query token of each probed sequence.
+            probed = [token_stops.index(stops[s]) for s in probe.sequences]
+            probe_counts = self._probe_counts(tokens_view, counts, probed)
         if self.index is not None:
             assert rows.index is not None
             alignment = ROW_ALIGNMENT if self.reads_positions else 1
             for topk in {topk for topk in (counts, probe_counts) if topk is not None}:
-                selections.set(topk, *self.select(q_NX, self.index, rotation_N1P, rows.index, view, topk, alignment))
+                selections.set(
+                    topk, *self.select(q_NX, self.index, rotation_N1P, rows.index, tokens_view, topk, alignment)
+                )
         if probe is not None and probe_counts is not None:
             positions_SK = selections.get(probe_counts)[1]
-            probe.layers.append([positions_SK[s, : probe_counts[s]] for s in probe.sequences])
-        return view if counts is None else select_view(view, *selections.get(counts), counts, self.reads_positions)
+            probe.layers.append([positions_SK[s, : probe_counts[s]] for s in probed])
+        if counts is None:
+            return view
+        return select_view(tokens_view, *selections.get(counts), counts, self.reads_positions)
 
     def _probe_counts(self, view: CacheView, counts: Counts | None, sequences: list[int]) -> Counts:
         """Tokens to select for the probed sequences: as many as the step reads of each sequence, else of the probed
         only."""
-        probed = {s: min(view.lengths[s], self.topk) for s in sequences}
+        lengths = view.host.visible_lengths
+        probed = {s: min(lengths[s], self.topk) for s in sequences}
         if counts is not None and all(counts[s] == count for s, count in probed.items()):
             return counts
-        return tuple(probed.get(s, length) for s, length in enumerate(view.lengths))
+        return tuple(probed.get(s, length) for s, length in enumerate(lengths))
 
 
 def make_indexer(attention: Any, heads: int, rows: PagedRows, sinks: Tensor | None, **options: Any) -> Indexer | None:

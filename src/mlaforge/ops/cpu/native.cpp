@@ -27,6 +27,7 @@ LIBRARY(FORM, m) {
   m.def("mixture_mxfp4(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor up_blocks, Tensor up_scales, Tensor up_bias, "
         "Tensor down_blocks, Tensor down_scales, Tensor down_bias, float alpha, float limit) -> Tensor");
   m.def("install_sigbus_handler(str message) -> ()", install_sigbus_handler);
+  m.def("row_formats() -> int[]", RowFormats::ids);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
   m.def("rope_and_store(Tensor(a!) qkv, Tensor rotation, Tensor(b!) rows, Tensor(c!)? unquantized, int[] format, "
@@ -56,7 +57,7 @@ LIBRARY(FORM, m) {
   m.def(
       "select_tokens(Tensor q, int heads, Tensor weight, Tensor? rotation, Tensor frequency, Tensor? sinks, Tensor keys, "
       "Tensor table, Tensor seq_lens, Tensor query_start, int block_size, int[] counts, int sink, int window, int stride, "
-      "int multiple) -> (Tensor, Tensor)");
+      "int multiple, Tensor? tree) -> (Tensor, Tensor)");
   m.def("unpack_mxfp4(Tensor blocks, Tensor scales) -> Tensor");
 }
 

@@ -28,12 +28,12 @@ class DecompressedKeys {
   const bf16* key(int32_t slot) const { return keys_ + entries_[slot] * GD_; }
 
   // Decompresses the keys that `view` reads and the cache lacks. Returns false, without changes, if the cache has fewer
-  // entries than the view has rows.
+  // entries than the view has distinct rows.
   bool decompress_missing(const View& view, const LatentKeys& keys, const Rows& cached) const {
     const int64_t S = view.sequences();
     int64_t total = 0;
     for (int64_t s = 0; s < S; ++s) total += view.rows(s);
-    if (total > E_ || view.block_size != 1) return false;
+    if (view.block_size != 1 || (total > E_ && distinct_slots(view) > E_)) return false;
     if (*step_ == std::numeric_limits<int32_t>::max()) std::fill_n(last_steps_, E_, 0), *step_ = 0;
     const int32_t step = ++*step_;
     for (int64_t s = 0; s < S; ++s)
@@ -73,6 +73,16 @@ class DecompressedKeys {
   }
 
  private:
+  // The query tokens of one text select mostly the same tokens.
+  int64_t distinct_slots(const View& view) const {
+    std::vector<bool> counted(owners_ - entries_);
+    int64_t count = 0;
+    for (int64_t s = 0; s < view.sequences(); ++s)
+      for (const int32_t slot : view.blocks(s))
+        if (!counted[slot]) counted[slot] = true, ++count;
+    return count;
+  }
+
   bf16* keys_;
   const int64_t E_, GD_;
   int32_t *entries_, *owners_, *last_steps_, *hand_, *step_;

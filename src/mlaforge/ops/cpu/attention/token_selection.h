@@ -10,6 +10,7 @@
 
 constexpr int64_t KEY_TILE = 16;  // tokens whose index keys are stored together
 constexpr int64_t TASK_TOKENS = 1024;  // cached tokens per task
+constexpr int64_t SCORING_SCRATCH = 1 << 24;  // numbers in scratch, for at least one sequence
 
 // Rotation of index keys and queries: pairs (n, n + I / 2), each by one of the model's frequencies.
 struct IndexPairs {
@@ -117,19 +118,27 @@ inline void select_largest(const float* scores, int64_t size, int64_t count, int
 }
 
 // Returns, per sequence, the slots and positions [S, K] of the tokens that its query tokens read, ascending: `counts` of
-// them, or all if there are no more. K is a multiple of `multiple`. The last query token selects for the whole step. Rows
-// are [q (H E), ...].
-std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t heads, const at::Tensor& weight_GIE,
+// them, or all that its last query token sees if there are no more. K is a multiple of `multiple`. That token selects for all
+// of the sequence's; with a tree, from the text before the tree and its path. Rows are [q (H E), ...].
+inline std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t heads, const at::Tensor& weight_GIE,
                                                  const std::optional<at::Tensor>& rotation_N1P, const at::Tensor& frequency,
                                                  const std::optional<at::Tensor>& sinks_H, const at::Tensor& keys,
                                                  const at::Tensor& table_SB, const at::Tensor& seq_lens_S,
                                                  const at::Tensor& query_start_S1, int64_t block_size, at::IntArrayRef counts,
                                                  int64_t sink, int64_t window, int64_t stride,
-                                                 int64_t multiple) {
+                                                 int64_t multiple, const std::optional<at::Tensor>& tree_Tn) {
   const int64_t S = seq_lens_S.size(0), H = heads, G = weight_GIE.size(0), I = weight_GIE.size(1), E = weight_GIE.size(2);
   TORCH_CHECK(q_NX.stride(1) == 1 && weight_GIE.is_contiguous() && keys.is_contiguous(), "inputs are not contiguous");
   TORCH_CHECK(block_size % KEY_TILE == 0, "the block size ", block_size, " is not a multiple of ", KEY_TILE, " tokens");
-  const View view{table_SB, seq_lens_S, at::zeros_like(seq_lens_S), query_start_S1, block_size, 0, std::nullopt};
+  const View view{table_SB, seq_lens_S, at::zeros_like(seq_lens_S), query_start_S1, block_size, 0, tree_Tn};
+  // Tokens that a sequence's last query token sees, and their slots.
+  auto visible_length = [&](int64_t s) { return view.position(s, view.queries(s) - 1) + 1; };
+  auto visible_slot = [&](int64_t s, int64_t t) {
+    int32_t slot;
+    if (t < view.tree_begin(s)) slot = view.blocks(s)[t / block_size] * int32_t(block_size) + int32_t(t % block_size);
+    else view.visible_slots(s, view.queries(s) - 1, t, 1, &slot);
+    return slot;
+  };
   const int64_t max_count = *std::max_element(counts.begin(), counts.end());
   const int64_t K = (max_count + multiple - 1) / multiple * multiple;
   at::Tensor slots = at::zeros({S, K}, table_SB.options()), positions = at::zeros({S, K}, table_SB.options());
@@ -143,117 +152,133 @@ std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, int64_t
   // Sequences with more tokens than they read: index queries [H, I], weights [H, tokens] and scores, and per task and head
   // the largest logit and the sum of the weights relative to it.
   struct Scoring { int64_t s, length, padded, tasks; float *queries, *weights, *scores, *maxima, *sums; };
-  std::vector<Scoring> scorings;
-  std::vector<std::pair<int64_t, int64_t>> tasks;
-  int64_t scratch_size = 0;
-  for (int64_t s = 0; s < S; ++s) {
-    const int64_t length = view.length(s), padded = (length + KEY_TILE - 1) / KEY_TILE * KEY_TILE;
-    if (counts[s] >= length) continue;
-    for (int64_t t = 0; t < padded; t += TASK_TOKENS) tasks.push_back({scorings.size(), t});
-    scorings.push_back({s, length, padded, (padded + TASK_TOKENS - 1) / TASK_TOKENS});
-    scratch_size += H * I + (H + 1) * padded + 2 * H * scorings.back().tasks;
-  }
-  Scratch scratch;
-  auto* next = scratch.get<float>(scratch_size);
-  for (Scoring& scoring : scorings) {
-    scoring.queries = next, scoring.weights = scoring.queries + H * I, scoring.scores = scoring.weights + H * scoring.padded;
-    scoring.maxima = scoring.scores + scoring.padded, scoring.sums = scoring.maxima + H * scoring.tasks;
-    next = scoring.sums + H * scoring.tasks;
-  }
-  at::parallel_for(0, scorings.size() * H, 4, [&](int64_t begin, int64_t end) {
-    Scratch scratch;
-    auto* x = scratch.get<float>(E);
-    for (int64_t at = begin; at < end; ++at) {
-      const int64_t h = at % H, n = view.query(scorings[at / H].s + 1) - 1;
-      float* u = scorings[at / H].queries + h * I;
-      for (int64_t e = 0; e < E; ++e) x[e] = qs[n * q_NX.stride(0) + h * E + e];
-      for (int64_t i = 0; i < I; ++i) u[i] = dot(weight + (h / (H / G) * I + i) * E, x, E);
-      pairs.rotate(n, u);
+  // Scored together are as many sequences as scratch may hold, at least one.
+  for (int64_t first_s = 0, end_s; first_s < S; first_s = end_s) {
+    std::vector<Scoring> scorings;
+    std::vector<std::pair<int64_t, int64_t>> tasks;
+    int64_t scratch_size = 0;
+    for (end_s = first_s; end_s < S; ++end_s) {
+      const int64_t length = visible_length(end_s), padded = (length + KEY_TILE - 1) / KEY_TILE * KEY_TILE;
+      if (counts[end_s] >= length) continue;
+      const int64_t parts = (padded + TASK_TOKENS - 1) / TASK_TOKENS, needed = H * I + (H + 1) * padded + 2 * H * parts;
+      if (!scorings.empty() && scratch_size + needed > SCORING_SCRATCH) break;
+      for (int64_t t = 0; t < padded; t += TASK_TOKENS) tasks.push_back({scorings.size(), t});
+      scorings.push_back({end_s, length, padded, parts});
+      scratch_size += needed;
     }
-  });
-  at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const auto [i, first] = tasks[task];
-      const Scoring& scoring = scorings[i];
-      const int64_t last = std::min(scoring.padded, first + TASK_TOKENS), at = first / TASK_TOKENS * H;
-      const int32_t* blocks = view.blocks(scoring.s).data();
-      run_in_batches<12>(H, [&](int64_t h, auto heads) {
-        constexpr int N = heads;
-        Floats maxima[N];
-        for (Floats& logits_max : maxima) logits_max = splat(-INF);
-        for (int64_t t = first; t < last; t += KEY_TILE) {
-          const int8_t* key = from + (blocks[t / block_size] * block_size + t % block_size) * I;
-          Floats sums[N];
-#pragma GCC unroll 12
-          for (int n = 0; n < N; ++n) sums[n] = splat(0.0f);
-          const float* u = scoring.queries + h * I;
-          for (int64_t i = 0; i < I; ++i) {
-            const Floats y = widen(key + i * KEY_TILE);
-#pragma GCC unroll 12
-            for (int n = 0; n < N; ++n) sums[n] = fma(splat(u[n * I + i]), y, sums[n]);
-          }
-          const Bits live = lanes_between(0, scoring.length - t);
-#pragma GCC unroll 12
-          for (int n = 0; n < N; ++n) {
-            const Floats logits = select(live, sums[n], splat(-INF));
-            maxima[n] = max(maxima[n], logits);
-            store(scoring.weights + (h + n) * scoring.padded + t, logits);
-          }
+    Scratch scratch;
+    auto* next = scratch.get<float>(scratch_size);
+    for (Scoring& scoring : scorings) {
+      scoring.queries = next, scoring.weights = scoring.queries + H * I, scoring.scores = scoring.weights + H * scoring.padded;
+      scoring.maxima = scoring.scores + scoring.padded, scoring.sums = scoring.maxima + H * scoring.tasks;
+      next = scoring.sums + H * scoring.tasks;
+    }
+    at::parallel_for(0, scorings.size() * H, 4, [&](int64_t begin, int64_t end) {
+      Scratch scratch;
+      auto* x = scratch.get<float>(E);
+      for (int64_t at = begin; at < end; ++at) {
+        const int64_t h = at % H, n = view.query(scorings[at / H].s + 1) - 1;
+        float* u = scorings[at / H].queries + h * I;
+        for (int64_t e = 0; e < E; ++e) x[e] = qs[n * q_NX.stride(0) + h * E + e];
+        for (int64_t i = 0; i < I; ++i) u[i] = dot(weight + (h / (H / G) * I + i) * E, x, E);
+        pairs.rotate(n, u);
+      }
+    });
+    at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const auto [i, first] = tasks[task];
+        const Scoring& scoring = scorings[i];
+        const int64_t last = std::min(scoring.padded, first + TASK_TOKENS), at = first / TASK_TOKENS * H;
+        const int32_t* blocks = view.blocks(scoring.s).data();
+        // Tiles with nodes of a tree are copied: those of the path lie apart.
+        const int64_t copied_from = std::clamp<int64_t>(view.tree_begin(scoring.s) / KEY_TILE * KEY_TILE, first, last);
+        Scratch scratch;
+        auto* path = scratch.filled<int8_t>((last - copied_from) * I, 0);
+        for (int64_t t = copied_from; t < last; ++t) {
+          const int64_t slot = visible_slot(scoring.s, t);
+          const int8_t* key = from + slot / KEY_TILE * KEY_TILE * I + slot % KEY_TILE;
+          int8_t* copy = path + (t - copied_from) / KEY_TILE * KEY_TILE * I + t % KEY_TILE;
+          for (int64_t i = 0; i < I; ++i) copy[i * KEY_TILE] = key[i * KEY_TILE];
         }
-        for (int n = 0; n < N; ++n) {
-          const float peak = reduce_max(maxima[n]);
-          Floats total = splat(0.0f);
+        run_in_batches<12>(H, [&](int64_t h, auto heads) {
+          constexpr int N = heads;
+          Floats maxima[N];
+          for (Floats& logits_max : maxima) logits_max = splat(-INF);
           for (int64_t t = first; t < last; t += KEY_TILE) {
-            float* to = scoring.weights + (h + n) * scoring.padded + t;
-            const Floats weight = exponential(load(to) - splat(peak));
-            total = total + weight;
-            store(to, weight);
+            const int8_t* key = t < copied_from ? from + (blocks[t / block_size] * block_size + t % block_size) * I
+                                                : path + (t - copied_from) * I;
+            Floats sums[N];
+#pragma GCC unroll 12
+            for (int n = 0; n < N; ++n) sums[n] = splat(0.0f);
+            const float* u = scoring.queries + h * I;
+            for (int64_t i = 0; i < I; ++i) {
+              const Floats y = widen(key + i * KEY_TILE);
+#pragma GCC unroll 12
+              for (int n = 0; n < N; ++n) sums[n] = fma(splat(u[n * I + i]), y, sums[n]);
+            }
+            const Bits live = lanes_between(0, scoring.length - t);
+#pragma GCC unroll 12
+            for (int n = 0; n < N; ++n) {
+              const Floats logits = select(live, sums[n], splat(-INF));
+              maxima[n] = max(maxima[n], logits);
+              store(scoring.weights + (h + n) * scoring.padded + t, logits);
+            }
           }
-          scoring.maxima[at + h + n] = peak, scoring.sums[at + h + n] = reduce_add(total);
+          for (int n = 0; n < N; ++n) {
+            const float peak = reduce_max(maxima[n]);
+            Floats total = splat(0.0f);
+            for (int64_t t = first; t < last; t += KEY_TILE) {
+              float* to = scoring.weights + (h + n) * scoring.padded + t;
+              const Floats weight = exponential(load(to) - splat(peak));
+              total = total + weight;
+              store(to, weight);
+            }
+            scoring.maxima[at + h + n] = peak, scoring.sums[at + h + n] = reduce_add(total);
+          }
+        });
+      }
+    });
+    // Mean over heads of the softmax over all tokens.
+    at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
+      Scratch scratch;
+      auto* share = scratch.get<float>(H);
+      for (int64_t task = begin; task < end; ++task) {
+        const auto [i, first] = tasks[task];
+        const Scoring& scoring = scorings[i];
+        for (int64_t h = 0; h < H; ++h) {
+          float peak = sinks ? sinks[h] : -INF, total = 0;
+          for (int64_t j = 0; j < scoring.tasks; ++j) peak = std::max(peak, scoring.maxima[j * H + h]);
+          for (int64_t j = 0; j < scoring.tasks; ++j)
+            total += scoring.sums[j * H + h] * std::exp(scoring.maxima[j * H + h] - peak);
+          if (sinks) total += std::exp(sinks[h] - peak);
+          share[h] = std::exp(scoring.maxima[first / TASK_TOKENS * H + h] - peak) / (total * H);
         }
-      });
-    }
-  });
-  // Mean over heads of the softmax over all tokens.
-  at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
-    Scratch scratch;
-    auto* share = scratch.get<float>(H);
-    for (int64_t task = begin; task < end; ++task) {
-      const auto [i, first] = tasks[task];
-      const Scoring& scoring = scorings[i];
-      for (int64_t h = 0; h < H; ++h) {
-        float peak = sinks ? sinks[h] : -INF, total = 0;
-        for (int64_t j = 0; j < scoring.tasks; ++j) peak = std::max(peak, scoring.maxima[j * H + h]);
-        for (int64_t j = 0; j < scoring.tasks; ++j)
-          total += scoring.sums[j * H + h] * std::exp(scoring.maxima[j * H + h] - peak);
-        if (sinks) total += std::exp(sinks[h] - peak);
-        share[h] = std::exp(scoring.maxima[first / TASK_TOKENS * H + h] - peak) / (total * H);
+        for (int64_t t = first; t < std::min(scoring.padded, first + TASK_TOKENS); t += KEY_TILE) {
+          Floats score = splat(0.0f);
+          for (int64_t h = 0; h < H; ++h) score = fma(load(scoring.weights + h * scoring.padded + t), splat(share[h]), score);
+          // Subnormal scores and NaN become 0, as `select_largest` requires.
+          store(scoring.scores + t, select(greater(score, splat(std::numeric_limits<float>::min())), score, splat(0.0f)));
+        }
       }
-      for (int64_t t = first; t < std::min(scoring.padded, first + TASK_TOKENS); t += KEY_TILE) {
-        Floats score = splat(0.0f);
-        for (int64_t h = 0; h < H; ++h) score = fma(load(scoring.weights + h * scoring.padded + t), splat(share[h]), score);
-        // Subnormal scores and NaN become 0, as `select_largest` requires.
-        store(scoring.scores + t, select(greater(score, splat(std::numeric_limits<float>::min())), score, splat(0.0f)));
+    });
+    at::parallel_for(first_s, end_s, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t s = begin; s < end; ++s) {
+        const int64_t length = visible_length(s), count = std::min(counts[s], length);
+        int32_t* places = position + s * K;
+        const auto match =
+            std::find_if(scorings.begin(), scorings.end(), [&](const Scoring& scoring) { return scoring.s == s; });
+        if (match == scorings.end()) {
+          std::iota(places, places + count, 0);
+        } else {
+          float* scores = match->scores;
+          std::fill(scores, scores + std::min(sink, length), INF);
+          std::fill(scores + std::max<int64_t>(0, length - window), scores + length, INF);
+          for (int64_t t = 0; stride && t < length; t += stride) scores[t] = INF;
+          select_largest(scores, length, count, places);
+        }
+        for (int64_t i = 0; i < count; ++i) slot[s * K + i] = visible_slot(s, places[i]);
       }
-    }
-  });
-  at::parallel_for(0, S, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t s = begin; s < end; ++s) {
-      const int64_t length = view.length(s), count = std::min(counts[s], length);
-      int32_t* places = position + s * K;
-      const auto match = std::find_if(scorings.begin(), scorings.end(), [&](const Scoring& scoring) { return scoring.s == s; });
-      if (match == scorings.end()) {
-        std::iota(places, places + count, 0);
-      } else {
-        float* scores = match->scores;
-        std::fill(scores, scores + std::min(sink, length), INF);
-        std::fill(scores + std::max<int64_t>(0, length - window), scores + length, INF);
-        for (int64_t t = 0; stride && t < length; t += stride) scores[t] = INF;
-        select_largest(scores, length, count, places);
-      }
-      const int32_t *blocks = view.blocks(s).data(), size = int32_t(block_size);
-      for (int64_t i = 0; i < count; ++i) slot[s * K + i] = blocks[places[i] / size] * size + places[i] % size;
-    }
-  });
+    });
+  }
   return {slots, positions};
 }

@@ -33,8 +33,10 @@ struct View {
   int64_t query(int64_t s) const { return query_start_S1.const_data_ptr<int32_t>()[s]; }
   int64_t queries(int64_t s) const { return query(s + 1) - query(s); }
   int64_t nodes() const { return tree_Tn ? tree_Tn->size(1) : 0; }
-  // Distance from query token m back to each node of the tree; -1 for nodes that it does not see.
-  const int32_t* distances(int64_t m) const { return tree_Tn->const_data_ptr<int32_t>() + m * nodes(); }
+  // Distance from query token m of a sequence back to each node of the tree; -1 for nodes that it does not see.
+  const int32_t* distances(int64_t s, int64_t m) const {
+    return tree_Tn->const_data_ptr<int32_t>() + (query(s) + m) * nodes();
+  }
   // Positions below it are rows of the table; in a tree, positions from it on are nodes of the query token's path.
   int64_t tree_begin(int64_t s) const { return tree_Tn ? length(s) - nodes() : std::numeric_limits<int32_t>::max(); }
 
@@ -59,13 +61,15 @@ struct View {
     slots(s, position, text, slot);
     for (int64_t t = text; t < count; ++t) {
       const int64_t distance = std::max<int64_t>(0, this->position(s, m) - (position + t));
-      slots(s, tree_begin(s) + std::find(distances(m), distances(m) + nodes(), distance) - distances(m), 1, slot + t);
+      const int32_t* path = distances(s, m);
+      slots(s, tree_begin(s) + std::find(path, path + nodes(), distance) - path, 1, slot + t);
     }
   }
 
   // Position of query token m of a sequence.
   int64_t position(int64_t s, int64_t m) const {
-    return tree_Tn ? tree_begin(s) + *std::max_element(distances(m), distances(m) + nodes()) : length(s) - queries(s) + m;
+    if (!tree_Tn) return length(s) - queries(s) + m;
+    return tree_begin(s) + *std::max_element(distances(s, m), distances(s, m) + nodes());
   }
 
   // The first position that a token at `position` sees.

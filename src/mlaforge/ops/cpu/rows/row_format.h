@@ -61,6 +61,9 @@ class FormatRows final : public RowFormat {
 
 template <typename... Formats>
 struct FormatList {
+  // First numbers of the descriptors.
+  static std::vector<int64_t> ids() { return {Formats::ID...}; }
+
   // Returns the format of a descriptor (ops/row_formats/format.py).
   static std::shared_ptr<const RowFormat> find(at::IntArrayRef descriptor) {
     std::shared_ptr<const RowFormat> format;
