@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.row_formats import row_format
-from mlaforge.planning.plan import Plan, coded_plan, make_plan, sparse, unconverted
+from mlaforge.planning.plan import Plan, coded_plan, make_plan, unconverted
+from mlaforge.planning.selection import sparse
 
 MEASURED_ON = "SmolLM2-135M-Instruct"
 # Length of the windows in which selections were measured.
