@@ -39,7 +39,7 @@ if not Path("/dev/nvidiactl").exists():
 
 # Lines that a stage may write to stderr before it fails; on a slow machine progress bars, too.
 PROGRESS = re.compile(
-    r"(Original|Partial RoPE|MLA) ppl: |rows are coded: |context limited to |dequantising |dtype auto: |"
+    r"(Original|Partial RoPE|MLA) ppl: |rows are coded: |no index: |context limited to |dequantising |dtype auto: |"
     r"compil(ing|ed) CPU kernels|[\w .-]+: +\d+%"
 )
 
