@@ -317,6 +317,14 @@ def test_evaluation_uses_the_selection_of_decoding(options, sparse, dense, evalu
     assert short == pytest.approx(expected, rel=1e-5)
     long = perplexity.run(str(directory), None, EvalConfig(seqlen=128, **config)).metrics["nll"]
     assert untested not in capsys.readouterr().err
+    # The same files read densely, and with other numbers of tokens.
+    nll = [
+        perplexity.run(str(directory), None, EvalConfig(seqlen=128, **config, **read)).metrics["nll"]
+        for read in ({"dense": True}, {"topk": 127}, {"topk": 20})
+    ]
+    original = perplexity.run(str(dense("llama", "latent")), None, EvalConfig(seqlen=128, **config)).metrics["nll"]
+    assert nll[0] == original and nll[1] == pytest.approx(original, abs=2e-4)
+    assert abs(nll[2] - original) > 1e-3 and nll[2] != long
     # Reference: the whole model on each window.
     source = SourceModel.open(directory)
     ids = corpus.windows(source.tokenizer, str(evaluation_file), 2, 128, evaluation=True).ids

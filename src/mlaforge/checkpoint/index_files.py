@@ -13,24 +13,10 @@ import torch
 from torch import Tensor
 
 from mlaforge.checkpoint import loading
-from mlaforge.checkpoint.converted_config import INDEX_MULTIPLE
 from mlaforge.checkpoint.reader import INDEX, Reader
 from mlaforge.families.spec import ModelSpec
-from mlaforge.runtime import UserError
 
 INDEX_SHARD = "model-index.safetensors"
-
-
-def check_selection(topk: int, sink: int, window: int, width: int | None) -> None:
-    """Raise UserError for options of a selection that contradict each other, and for a width that is not a multiple of
-    INDEX_MULTIPLE."""
-    forced = sink + window
-    if topk <= forced:
-        raise UserError(
-            f"topk = {topk} must be above the {forced} tokens that are always read (sink {sink}, window {window})"
-        )
-    if width is not None and width % INDEX_MULTIPLE:
-        raise UserError(f"width = {width} must be a multiple of {INDEX_MULTIPLE}")
 
 
 def layer_kinds(spec: ModelSpec, share: int = 1) -> list[str]:

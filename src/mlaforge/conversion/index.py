@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlaforge.checkpoint.index_files import add_indexes, check_selection, index_fields, layer_kinds
+from mlaforge.checkpoint.converted_config import check_selection
+from mlaforge.checkpoint.index_files import add_indexes, index_fields, layer_kinds
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.reader import read_config
 from mlaforge.conversion.config import ConvertConfig

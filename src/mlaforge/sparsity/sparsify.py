@@ -19,8 +19,8 @@ from torch import Tensor
 
 import mlaforge.modeling
 from mlaforge.artifact import WORK, Manifest, finished, record_names, writing
-from mlaforge.checkpoint.converted_config import is_sparse
-from mlaforge.checkpoint.index_files import INDEX_SHARD, add_indexes, check_selection, index_fields, layer_kinds
+from mlaforge.checkpoint.converted_config import check_selection, is_sparse
+from mlaforge.checkpoint.index_files import INDEX_SHARD, add_indexes, index_fields, layer_kinds
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.reader import INDEX, SINGLE
 from mlaforge.checkpoint.source_model import SourceModel
