@@ -397,7 +397,7 @@ def test_stages_without_sparsity_reject_sparse_models(sparse, tiny_models, refus
     refused("shares token selections", *heals, "--gradient-checkpointing")
     original = ("heal", "--teacher", tiny_models["llama"], "--student", sparse("llama", "gqa"), "--out", out)
     refused("has no converted layer, so only all of it can be trained: give --subset all", *original)
-    refused("export the dense converted model", "export", "deepseek", model, out)
+    refused("`mlaforge convert MODEL OUT --deepseek-style`", "export", "deepseek", model, out)
 
 
 def test_rejects_a_model_that_overflows(tiny_models, calibration_file, tmp_path):
