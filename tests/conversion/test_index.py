@@ -1,5 +1,6 @@
 """The token index that `convert` writes by default, compared with that of `sparsify` on the dense conversion."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
+from mlaforge.evaluation import perplexity
+from mlaforge.evaluation.config import EvalConfig
 from mlaforge.factorization import observation
 from mlaforge.sparsity import sparsify
 from mlaforge.sparsity.config import SparsifyConfig
@@ -23,7 +26,9 @@ CASES += [("qwen3", "latent", {})]
 
 
 @pytest.mark.parametrize(("family", "layout", "rows"), CASES)
-def test_convert_composes_conversion_and_sparsify(family, layout, rows, converted, calibration_file, tmp_path):
+def test_convert_composes_conversion_and_sparsify(
+    family, layout, rows, converted, calibration_file, evaluation_file, tmp_path
+):
     """One directory with the dense conversion's tensors and the index that sparsify computes from the same windows."""
     directory, dense = converted(family, layout, **rows, **INDEX), converted(family, layout, **rows, dense=True)
     config = SparsifyConfig(text=str(calibration_file), seqlen=64, nsamples=12, device="cpu", **INDEX)
@@ -35,6 +40,12 @@ def test_convert_composes_conversion_and_sparsify(family, layout, rows, converte
     manifests = [Manifest.load(path) for path in (directory, dense)]
     assert manifests[0].stage == "convert" and manifests[0].config["topk"] == 24 and not manifests[0].config["dense"]
     assert manifests[0].metrics["mla_ppl"] == manifests[1].metrics["mla_ppl"]
+    # With the index, the files are evaluated as `eval` reads them: every token has a selection.
+    evaluation = EvalConfig(text=str(evaluation_file), windows=4, seqlen=64, dtype="float32", device="cpu")
+    for options, name in (({}, "sparse_ppl"), ({"dense": True}, "mla_ppl")):
+        ppl = perplexity.run(str(directory), None, dataclasses.replace(evaluation, **options)).metrics["ppl"]
+        assert ppl == pytest.approx(manifests[0].metrics[name], rel=1e-6)
+    assert "sparse_ppl" not in manifests[1].metrics
     indexes = loading.load_model(directory).config.indexer_types.count("full")
     caches = [manifest.metrics["cache"] for manifest in manifests]
     assert caches[0]["index_bytes_per_token"] == 16 * indexes and caches[1]["index_bytes_per_token"] == 0

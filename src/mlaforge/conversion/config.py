@@ -16,7 +16,7 @@ EXPORTS = ("deepseek",)
 class ConvertConfig(Options):
     """Options of `convert`. Option names of TransMLA's converter are accepted with their meaning."""
 
-    first = ("bits", "budget", "layout", "layers", "calibration", "topk", "dense")
+    first = ("bits", "budget", "topk", "dense", "calibration")
     panels: ClassVar[dict[str, tuple[str, ...]]] = {
         "Options as TransMLA names them": ("qk_mqa_dim", "collapse", "freqfold", "deepseek_style")
     }

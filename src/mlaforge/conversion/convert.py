@@ -18,6 +18,7 @@ import torch
 
 from mlaforge.artifact import WORK, Manifest, existing, finished, record_names, writing
 from mlaforge.checkpoint.converted_config import is_sparse
+from mlaforge.checkpoint.index_files import layer_kinds
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.token_losses import perplexity, standard_error, window_losses
@@ -250,7 +251,7 @@ def _convert(
             overlap.write_passages(partial, tuned_passages)
         work["written"] = {}
 
-    # Evaluate the written files, not the model in memory; densely, because an index is no loss of the conversion.
+    # Evaluate the written files, not the model in memory: densely, and with the index as they are served.
     written, final_plan = SourceModel.open(partial), solver.plan
     with LayerStream(written.dense() if is_sparse(written.config) else written, stream.dtype, stream.device) as dense:
         dense.check()
@@ -259,13 +260,20 @@ def _convert(
             final_plan = sparse_plan(solver.plan, config)
             with timed(seconds, "index"):
                 add_index(dense, final_plan, config, next(iter(calibration.values())).ids, work, out_dtype)
+    # A window that is not longer than a selection does not test it.
+    if not config.dense and config.seqlen > config.topk:
+        with LayerStream(partial, stream.dtype, stream.device) as sparse:
+            measure("Sparse ppl", "sparse_ppl", sparse)
     if eval_windows is not None:
         metrics["ratio"] = metrics["mla_ppl"] / metrics["original_ppl"]
         # Both use the same windows: the variance between windows cancels in the ratio.
         differences = work["mla_ppl"]["losses"] - work["original_ppl"]["losses"]
         metrics["log_ratio_stderr"], metrics["windows"] = standard_error(differences), len(differences)
     metrics["cache"] = cache_metrics(final_plan, out_dtype)
-    metrics["layers"] = solver.describe()
+    metrics["layers"] = [
+        part | ({} if config.dense else {"kind": kind, "topk": layer.topk or None, "index": layer.index})
+        for part, kind, layer in zip(solver.describe(), layer_kinds(stream.spec), final_plan.layers, strict=True)
+    ]
 
 
 def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:

@@ -73,8 +73,9 @@ class Form:
             option = f"--bits {self.bits:g}" + (f" --layout {self.layout}" if self.layout != "latent" else "")
         else:
             rows, option = "plain", f"--layout {self.layout} --budget {self.budget:g}"
-        action = f"Convert to {self.layout} with {rows} rows" + (" and sparsify" if sparsify else "")
-        return f"{action} ({', '.join(filter(None, (f'mlaforge convert {option}', sparsify)))})"
+        read = f"--topk {self.topk(context)}" if self.selection_ratio else "--dense"
+        action = f"Convert to {self.layout} with {rows} rows" + (", read sparsely" if self.selection_ratio else "")
+        return f"{action} (mlaforge convert {option} {read})"
 
     @property
     def percent(self) -> float:
