@@ -12,7 +12,7 @@ from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.index_files import INDEX_SHARD
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
-from mlaforge.conversion import convert
+from mlaforge.conversion import convert, index
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.evaluation import perplexity
 from mlaforge.evaluation.config import EvalConfig
@@ -23,6 +23,12 @@ from mlaforge.sparsity.config import SparsifyConfig
 INDEX = {"topk": 24, "width": 16, "sink": 2, "window": 8}
 CASES = [("llama", "latent", {"bits": 6}), ("gpt_oss", "latent", {"bits": 6}), ("llama", "latent_rope", {})]
 CASES += [("qwen3", "latent", {})]
+
+
+@pytest.fixture(autouse=True)
+def all_windows(monkeypatch):
+    """Compute indexes from all calibration windows, as sparsify does."""
+    monkeypatch.setattr(index, "INDEX_SHARE", 1)
 
 
 @pytest.mark.parametrize(("family", "layout", "rows"), CASES)

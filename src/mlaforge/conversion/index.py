@@ -10,7 +10,7 @@ from mlaforge.checkpoint.index_files import add_indexes, index_fields, layer_kin
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.reader import read_config
 from mlaforge.conversion.config import ConvertConfig
-from mlaforge.factorization.observation import INDEX_TOKENS, learn_indexes
+from mlaforge.factorization.observation import INDEX_SHARE, INDEX_TOKENS, learn_indexes
 from mlaforge.families.spec import ModelSpec
 from mlaforge.planning.plan import Plan
 from mlaforge.planning.selection import index_width, sparse
@@ -65,7 +65,8 @@ def add_index(
     directory = dense.source.path
     kinds, width = layer_kinds(dense.spec), max(layer.index for layer in plan.layers)
     if "index" not in work:
-        ids = calibration_ids[: max(1, INDEX_TOKENS // calibration_ids.shape[1])]
-        work["index"] = learn_indexes(dense, ids, kinds, width)
+        windows, length = calibration_ids.shape
+        count = max(1, min(INDEX_TOKENS // length, windows // INDEX_SHARE))
+        work["index"] = learn_indexes(dense, calibration_ids[:count], kinds, width)
     fields = index_fields(kinds, config.topk, width, config.sink, config.window)
     add_indexes(directory, read_config(directory) | fields, work["index"], dtype)
