@@ -61,7 +61,7 @@ def convert_one(way: str, seed: int, options: argparse.Namespace, model: Path) -
     out = scratch / f"converted-{way}-{seed}"
     config = ConvertConfig(
         layout="latent", budget=0.5, calibration=str(text), nsamples=options.windows, seqlen=seqlen, eval_windows=0,
-        seed=seed, device="cpu",
+        seed=seed, device="cpu", dense=True,
     )  # fmt: skip
     convert.run(str(model), out, config)
     return out

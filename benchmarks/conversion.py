@@ -68,7 +68,7 @@ def main() -> None:
             name, layout, budget = (row[key] for key in ("calibration", "layout", "budget"))
             config = ConvertConfig(
                 layout=layout, budget=budget, calibration=sources[name], nsamples=count[name], seqlen=SEQLEN,
-                eval_windows=0, device="cpu",
+                eval_windows=0, device="cpu", dense=True,
             )  # fmt: skip
             out = scratch / f"{name}-{layout}-{budget:g}"
             manifest = convert.run(str(directory), out, config, calibrated=scratch / "calibration")

@@ -96,7 +96,8 @@ def converted(directory: Path, name: str) -> Path:
     kept = {"bits": float(bits.split()[0])} if bits else {"budget": 0.5}
     out = SCRATCH / f"smollm2-{layout}-{bits.replace(' ', '-') or 50}"
     mlaforge.convert(
-        directory, out, layout=layout, calibration="embedded", nsamples=8, seqlen=256, eval_windows=1, **kept
+        directory, out, layout=layout, calibration="embedded", nsamples=8, seqlen=256, eval_windows=1, dense=True,
+        **kept,
     )  # fmt: skip
     return out
 

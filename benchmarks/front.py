@@ -113,7 +113,7 @@ def main() -> None:
                     directory = scratch / f"{row['form']} {row['budget']:g}"
                     config = ConvertConfig(
                         layout=row["form"], budget=row["budget"], calibration=validation, nsamples=CALIBRATION_WINDOWS,
-                        seqlen=LENGTH, eval_windows=0, device="cpu",
+                        seqlen=LENGTH, eval_windows=0, device="cpu", dense=True,
                     )  # fmt: skip
                     convert.run(str(original), directory, config, calibrated=scratch / "calibration")
                 measurement = measure_engine(directory, row["stored"], texts)

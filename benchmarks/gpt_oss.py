@@ -46,7 +46,7 @@ def main() -> None:
     for layout, size, bar in CONVERSIONS:
         convert_config = ConvertConfig(
             layout=layout, calibration=valid, nsamples=options.calibration_windows, evaluation=test,
-            eval_windows=options.windows, device="cpu", **size,
+            eval_windows=options.windows, device="cpu", dense=True, **size,
         )  # fmt: skip
         folder = options.folder / " ".join([layout, *(f"{name} {value:g}" for name, value in size.items())])
         manifest = convert.run(str(original), folder, convert_config, calibrated=options.folder / "calibration")

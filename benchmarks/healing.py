@@ -64,7 +64,7 @@ def main() -> None:
         bar, changes = RUNS[name]
         config = ConvertConfig(
             layout=layout, budget=float(budget), calibration=valid, nsamples=32, seqlen=SEQLEN, eval_windows=0,
-            device="cpu",
+            device="cpu", dense=True,
         )  # fmt: skip
         student, healed = options.folder / name, options.folder / f"{name}-healed"
         convert.run(str(directory), student, config, calibrated=options.folder / "calibration")

@@ -128,7 +128,7 @@ def main() -> None:
                 directory = scratch / f"{row['layout']} {row['stored']}"
                 config = ConvertConfig(
                     layout=row["layout"], bits=float(row["stored"].split()[0]), calibration=wikitext(options.data)[0],
-                    nsamples=CALIBRATION_WINDOWS, seqlen=LENGTH, eval_windows=0, device="cpu",
+                    nsamples=CALIBRATION_WINDOWS, seqlen=LENGTH, eval_windows=0, device="cpu", dense=True,
                 )  # fmt: skip
                 convert.run(str(original), directory, config, calibrated=scratch / "calibration")
             llm = LLM(

@@ -51,7 +51,7 @@ def convert_and_watch(source: Path, out: Path, layout: str, windows: int) -> dic
     watcher.start()
     start = time.perf_counter()
     config = ConvertConfig(
-        layout=layout, budget=0.5, calibration="embedded", nsamples=windows, eval_windows=0, device="cpu"
+        layout=layout, budget=0.5, calibration="embedded", nsamples=windows, eval_windows=0, device="cpu", dense=True
     )  # fmt: skip
     try:
         stages = convert.run(str(source), out, config).seconds

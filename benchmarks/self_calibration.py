@@ -111,7 +111,7 @@ def main() -> None:
     for row in results.missing(row_keys):
         config = ConvertConfig(
             calibration=texts_of(row["way"], row["seed"], options, model), nsamples=options.windows, seqlen=SEQLEN,
-            eval_windows=0, seed=row["seed"], device="cpu", **FORMS[row["form"]],
+            eval_windows=0, seed=row["seed"], device="cpu", dense=True, **FORMS[row["form"]],
         )  # fmt: skip
         out = options.folder / "converted"
         calibrated = options.folder / "calibrated" / f"{row['way'].replace(', ', '-')}-{row['seed']}"

@@ -39,8 +39,8 @@ if not Path("/dev/nvidiactl").exists():
 
 # Lines that a stage may write to stderr before it fails; on a slow machine progress bars, too.
 PROGRESS = re.compile(
-    r"(Original|Partial RoPE|MLA) ppl: |rows are coded: |context limited to |dequantising |dtype auto: |"
-    r"compil(ing|ed) CPU kernels|[\w .-]+: +\d+%"
+    r"(Original|Partial RoPE|MLA|Sparse) ppl: |rows are coded: |no index: |context limited to |dequantising |"
+    r"dtype auto: |compil(ing|ed) CPU kernels|[\w .-]+: +\d+%"
 )
 
 

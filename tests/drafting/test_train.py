@@ -18,6 +18,8 @@ from mlaforge.checkpoint import loading, reader
 from mlaforge.checkpoint.eagle3 import read_head, write_head
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.config import resolve
+from mlaforge.conversion import convert
+from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data.packing import Rows
 from mlaforge.demo import model as demo_model
 from mlaforge.drafting import dataset, initialize, train, vocabulary
@@ -116,12 +118,18 @@ def test_the_engine_accepts_a_trained_heads_drafts(train_head, target, text, tmp
     assert manifest.inputs["text"][0]["exclude"] == ["of judged prompts"]
 
 
-def test_trains_for_a_sparse_target(train_head, target, text, tmp_path):
-    """Training uses the states of the sparse target, and the engine accepts the drafts."""
-    sparsify_config = SparsifyConfig(
-        text=str(Path(__file__).parents[2] / "README.md"), topk=12, sink=2, window=4, width=8, seqlen=64, nsamples=2
-    )
-    sparsify.run(str(target), tmp_path / "sparse", sparsify_config)
+@pytest.mark.parametrize("stage", ["sparsify", "convert"])
+def test_trains_for_a_sparse_target(stage, train_head, target, text, tmp_path):
+    """Training uses the states of the sparse target, also of a conversion with coded rows, the default; the engine
+    accepts the drafts."""
+    readme, selection = str(Path(__file__).parents[2] / "README.md"), {"topk": 12, "sink": 2, "window": 4, "width": 8}
+    if stage == "sparsify":
+        config = SparsifyConfig(text=readme, seqlen=64, nsamples=2, **selection)
+        sparsify.run(str(target), tmp_path / "sparse", config)
+    else:
+        sizes = {"seqlen": 64, "nsamples": 8, "eval_windows": 0, "device": "cpu"}
+        conversion = ConvertConfig(calibration=(readme,), bits=6, **sizes, **selection)
+        convert.run(str(target), tmp_path / "sparse", conversion)
     prompts = [answer.prompt_ids for answer in dataset.read_answers(text)[1]]
     inputs = json.loads((text / MANIFEST).read_text())
     inputs["inputs"]["model"]["sha256"] = reader.fingerprint(tmp_path / "sparse")

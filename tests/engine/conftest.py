@@ -17,17 +17,8 @@ def sparse(converted, tiny_models, calibration_file, tmp_path_factory):
             coded = {"bits": 6} if layout == "coded" else {}
             layout = "latent" if coded else layout
             model = tiny_models[family] if layout == "gqa" else converted(family, layout, **coded)
-            config = SparsifyConfig(
-                text=str(calibration_file),
-                topk=40,
-                width=16,
-                sink=2,
-                window=12,
-                seqlen=64,
-                nsamples=6,
-                device="cpu",
-                **options,
-            )
+            sizes = {"topk": 40, "width": 16, "sink": 2, "window": 12, "seqlen": 64, "nsamples": 6, **options}
+            config = SparsifyConfig(text=str(calibration_file), device="cpu", **sizes)
             sparsify.run(str(model), made[key], config)
         return made[key]
 

@@ -1,10 +1,13 @@
 """Sparse attention in the engine: tokens and logits equal those of the model's class, in any batch."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from mlaforge import LLM, SamplingParams
 from mlaforge.checkpoint import loading
+from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine import memory
 from mlaforge.engine.cache.kv_cache import layer_caches
 from mlaforge.engine.execution.indexer import Indexer, Selections
@@ -312,3 +315,44 @@ def test_sparse_reads_quantized_rows(stored, sparse):
         directory = sparse("llama", layout)
         for dtype in ("float32", "bfloat16"):
             assert len(tokens(engine(directory, kv_cache_dtype=stored, dtype=dtype).generate(PROMPTS, greedy(6)))) == 3
+
+
+@pytest.mark.parametrize("layout", ["gqa", "coded"])
+def test_a_dense_request_reads_everything_among_sparse_ones(layout, sparse):
+    """Its tokens are those of the engine that reads densely; the other requests of the batch are unaffected."""
+    directory = sparse("llama", layout)
+    llm, dense = engine(directory, prefix_caching=False), engine(directory, dense=True, prefix_caching=False)
+    expected_sparse, expected_dense = (tokens(each.generate(PROMPTS, greedy(12))) for each in (llm, dense))
+    assert expected_sparse != expected_dense
+    requests = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, dense=n == 0) for n in range(3)]
+    assert tokens(llm.generate(PROMPTS, requests)) == [expected_dense[0], *expected_sparse[1:]]
+
+
+def test_topk_at_load_replaces_that_of_the_model(sparse):
+    """As if the model had been written with it; budgets of layers change in proportion."""
+    written, directory = sparse("llama", "latent"), sparse("llama", "latent", topk=20)
+    params = greedy(12)
+    texts = [tokens(engine(model, topk=20).generate(PROMPTS, params)) for model in (written, directory)]
+    assert texts[0] == texts[1] == tokens(engine(directory).generate(PROMPTS, params))
+    assert texts[0] != tokens(engine(written).generate(PROMPTS, params))
+    source = SourceModel.open(written)
+    budgets = {"index_topk": 40, "index_topk_per_layer": [16, 40, 64]}
+    scaled = dataclasses.replace(source, config=source.config | budgets).with_selection(False, 20)
+    assert scaled.config["index_topk_per_layer"] == [15, 20, 32] and scaled.spec.num_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"topk": 14}, "topk = 14 must be above the 14 tokens that are always read"),
+        ({"topk": 20, "dense": True}, "dense reads all tokens, and topk = 20 selects some of them; leave one out"),
+    ],
+)
+def test_rejects_a_topk_that_selects_nothing(options, words, sparse):
+    with pytest.raises(UserError, match=words):
+        engine(sparse("llama", "latent"), **options)
+
+
+def test_rejects_a_topk_for_a_dense_model(tiny_models):
+    with pytest.raises(UserError, match=r"not sparse: it has no index for topk = 40 \(mlaforge sparsify adds one\)"):
+        engine(tiny_models["llama"], topk=40)

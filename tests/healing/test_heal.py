@@ -169,6 +169,20 @@ def test_a_cached_teacher_gives_the_same_losses(heal_model, kind):
     )
 
 
+def test_heals_a_conversion_with_coded_rows_and_an_index(heal_model, converted, tiny_models, healing_file):
+    """What `convert` writes by default, with a selection that fits a tiny model; the index is unchanged."""
+    start = converted("llama", "latent", bits=2, topk=24, sink=2, window=8)
+    out, manifest = heal_model(start=start, steps=12, learning_rate=2e-4, subset="attention", refit="auto")
+    curve = [point["kl"] for point in manifest.metrics["curve"]]
+    assert min(curve) < curve[0]
+    with reader.Reader(start) as before, reader.Reader(out) as after:
+        assert set(before) == set(after)
+        index = [name for name in before if ".index." in name]
+        assert index and all(torch.equal(before[name], after[name]) for name in index)
+    model = loading.load_model(out)
+    assert model.config.index_topk == 24 and model.config.mla_code_counts
+
+
 def test_a_4_bit_teacher(heal_model, calibration_file, tmp_path):
     """Needs bitsandbytes, which is not a development dependency. Its CPU kernels need widths divisible by 64."""
     pytest.importorskip("bitsandbytes")

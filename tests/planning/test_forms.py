@@ -50,13 +50,12 @@ def test_advice_names_the_options() -> None:
     advice = [form.advice(32768) for form in FORMS]
     assert advice[:2] == ["Keep the original as it is", "Keep the original with an 8-bit cache (--kv-cache-dtype int8)"]
     assert "Keep the original with a 4-bit cache (--kv-cache-dtype int4)" in advice
-    assert "Convert to latent with coded rows (mlaforge convert --bits 4)" in advice
-    assert "Convert to latent_rope with coded rows (mlaforge convert --bits 4 --layout latent_rope)" in advice
-    assert "Convert to latent with plain rows (mlaforge convert --layout latent --budget 0.75)" in advice
+    assert "Convert to latent with coded rows (mlaforge convert --bits 4 --dense)" in advice
+    assert "Convert to latent_rope with coded rows (mlaforge convert --bits 4 --layout latent_rope --dense)" in advice
+    assert "Convert to latent with plain rows (mlaforge convert --layout latent --budget 0.75 --dense)" in advice
     assert "Sparsify the original (mlaforge sparsify --topk 4096)" in advice
     assert "Sparsify the original with an 8-bit cache (mlaforge sparsify --topk 4096, --kv-cache-dtype int8)" in advice
-    coded = "Convert to latent with coded rows and sparsify (mlaforge convert --bits 4, mlaforge sparsify --topk 4096)"
-    assert coded in advice
+    assert "Convert to latent with coded rows, read sparsely (mlaforge convert --bits 4 --topk 4096)" in advice
     assert len(set(advice)) == len(advice)
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from mlaforge import modeling
 from mlaforge.artifact import Manifest
 from mlaforge.checkpoint import loading
+from mlaforge.checkpoint.index_files import INDEX_SHARD
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
@@ -245,6 +246,18 @@ def test_an_old_checkpoint_of_coded_rows_is_rewritten(dense, calibration_file, t
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
+def test_sparsify_replaces_the_indexes_of_a_sparse_model(sparse, tmp_path, calibration_file):
+    """As if it had been dense, whatever the former options."""
+    config = SparsifyConfig(text=str(calibration_file), **{**SMALL, "topk": 24})
+    for layout in ("gqa", "latent"):
+        sparsify.run(str(sparse("llama", layout, topk=40, share=2, width=8)), tmp_path / layout, config)
+        expected = sparse("llama", layout)
+        assert SourceModel.open(tmp_path / layout).config == SourceModel.open(expected).config
+        for name in ("model-index.safetensors", "model.safetensors.index.json"):
+            assert (tmp_path / layout / name).read_bytes() == (expected / name).read_bytes()
+        assert loading.load_model(tmp_path / layout, "float32").config.index_topk == 24
+
+
 def test_calibration_passages_are_recorded(sparse, dense):
     passages = [set(overlap.read_passages(d("llama", "latent") / overlap.PASSAGES)) for d in (sparse, dense)]
     assert passages[0] > passages[1]
@@ -257,17 +270,13 @@ def test_calibration_passages_are_recorded(sparse, dense):
         ("latent", ("--topk", "100"), "above the 132 tokens that are always read (sink 4, window 128)"),
         ("latent", ("--width", "20"), "width = 20 must be a multiple of 8"),
         ("latent", ("--width", "64"), "width 64 exceeds the maximum of this layer, 32"),
-        ("sparse", (), "is sparse already; sparsify the model that it was made from"),
         ("mistral", (), "no layer without a sliding window"),
         ("latent", ("--placement", "measured", "--topk", "1024"), "8192 tokens, and the model's context is"),
         ("latent", ("--placement", "best"), "even, measured"),
     ],
 )
-def test_rejects_invalid_options(
-    source, options, words, sparse, dense, tiny_models, calibration_file, refused, tmp_path
-):
-    models = {"latent": lambda: dense("llama", "latent"), "sparse": lambda: sparse("llama", "latent")}
-    model = models.get(source, lambda: tiny_models[source])()
+def test_rejects_invalid_options(source, options, words, dense, tiny_models, calibration_file, refused, tmp_path):
+    model = dense("llama", "latent") if source == "latent" else tiny_models[source]
     text = ("--text", calibration_file, "--seqlen", "64", "--nsamples", "2", "--device", "cpu")
     refused(words, "sparsify", model, tmp_path / "out", *text, *options)
 
@@ -305,10 +314,10 @@ def test_rejects_a_damaged_config(change, words, sparse, tmp_path):
 
 def test_rejects_a_missing_tensor(sparse, tmp_path):
     directory = shutil.copytree(sparse("llama", "latent"), tmp_path / "model")
-    tensors = load_file(directory / sparsify.INDEX_SHARD)
+    tensors = load_file(directory / INDEX_SHARD)
     name = next(iter(tensors))
     del tensors[name]
-    save_file(tensors, directory / sparsify.INDEX_SHARD, metadata={"format": "pt"})
+    save_file(tensors, directory / INDEX_SHARD, metadata={"format": "pt"})
     with pytest.raises(UserError, match=name):
         loading.load_model(directory)
 
@@ -324,6 +333,14 @@ def test_evaluation_uses_the_selection_of_decoding(options, sparse, dense, evalu
     assert short == pytest.approx(expected, rel=1e-5)
     long = perplexity.run(str(directory), None, EvalConfig(seqlen=128, **config)).metrics["nll"]
     assert untested not in capsys.readouterr().err
+    # The same files read densely, and with other numbers of tokens.
+    nll = [
+        perplexity.run(str(directory), None, EvalConfig(seqlen=128, **config, **read)).metrics["nll"]
+        for read in ({"dense": True}, {"topk": 127}, {"topk": 20})
+    ]
+    original = perplexity.run(str(dense("llama", "latent")), None, EvalConfig(seqlen=128, **config)).metrics["nll"]
+    assert nll[0] == original and nll[1] == pytest.approx(original, abs=2e-4)
+    assert abs(nll[2] - original) > 1e-3 and nll[2] != long
     # Reference: the whole model on each window.
     source = SourceModel.open(directory)
     ids = corpus.windows(source.tokenizer, str(evaluation_file), 2, 128, evaluation=True).ids
@@ -396,7 +413,7 @@ def test_stages_without_sparsity_reject_sparse_models(sparse, tiny_models, refus
     refused("shares token selections", *heals, "--gradient-checkpointing")
     original = ("heal", "--teacher", tiny_models["llama"], "--student", sparse("llama", "gqa"), "--out", out)
     refused("has no converted layer, so only all of it can be trained: give --subset all", *original)
-    refused("export the dense converted model", "export", "deepseek", model, out)
+    refused("`mlaforge convert MODEL OUT --deepseek-style`", "export", "deepseek", model, out)
 
 
 def test_rejects_a_model_that_overflows(tiny_models, calibration_file, tmp_path):

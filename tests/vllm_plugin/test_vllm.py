@@ -375,7 +375,7 @@ def real(smollm2, tmp_path_factory):
     wider = with_four_kv_heads(smollm2, root / "wider")
     gpt_oss.run(stand_in, MakeGptOssConfig(from_=str(wider), **options))
     as_others_compute(stand_in)
-    short = {"nsamples": 4, "seqlen": 512, "eval_windows": 0, "device": "cpu", "budget": 0.5}
+    short = {"nsamples": 4, "seqlen": 512, "eval_windows": 0, "device": "cpu", "budget": 0.5, "dense": True}
     for name in REAL:
         family, layout = name.split()
         model = smollm2 if family == "llama" else stand_in

@@ -65,6 +65,18 @@ def is_sparse(config: dict[str, Any]) -> bool:
     return any(config.get(name) for name in SPARSE)
 
 
+def check_selection(topk: int, sink: int, window: int, width: int | None = None) -> None:
+    """Raise UserError for options of a selection that contradict each other, and for a width that is not a multiple of
+    INDEX_MULTIPLE."""
+    forced = sink + window
+    if topk <= forced:
+        raise UserError(
+            f"topk = {topk} must be above the {forced} tokens that are always read (sink {sink}, window {window})"
+        )
+    if width is not None and width % INDEX_MULTIPLE:
+        raise UserError(f"width = {width} must be a multiple of {INDEX_MULTIPLE}")
+
+
 def is_converted(config: dict[str, Any]) -> bool:
     """Return whether a config.json describes a converted model."""
     return str(config.get("model_type")).endswith(SUFFIX)

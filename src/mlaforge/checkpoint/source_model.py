@@ -13,7 +13,14 @@ from torch import Tensor
 
 from mlaforge import families
 from mlaforge.artifact import record_name
-from mlaforge.checkpoint.converted_config import SUFFIX, check_converted, completed, is_converted, is_sparse
+from mlaforge.checkpoint.converted_config import (
+    SUFFIX,
+    check_converted,
+    check_selection,
+    completed,
+    is_converted,
+    is_sparse,
+)
 from mlaforge.checkpoint.reader import Reader, check_files, fingerprint, read_config, read_model_config
 from mlaforge.checkpoint.resolve import locate
 from mlaforge.families.family import Family
@@ -112,6 +119,28 @@ class SourceModel:
         if all(kind == "gqa" for kind in config["mla_layer_types"]):
             config = _original(config)
         return dataclasses.replace(self, config=completed(config) if is_converted(config) else config, without=INDEXES)
+
+    def with_selection(self, dense: bool, topk: int | None) -> SourceModel:
+        """Return the model with the options of a load: without its index if `dense`, with another `topk` unless None;
+        budgets of layers then change in proportion.
+
+        Raises UserError if either is for another model, for both, and for a `topk` that is too small.
+        """
+        if dense and topk is not None:
+            raise UserError(f"dense reads all tokens, and topk = {topk} selects some of them; leave one out")
+        if dense:
+            return self.dense()
+        if topk is None:
+            return self
+        if not is_sparse(self.config):
+            raise UserError(f"{self} is not sparse: it has no index for topk = {topk} (mlaforge sparsify adds one)")
+        _ = self.spec  # raises for an invalid config
+        sink, window = self.config.get("index_sink") or 0, self.config["index_window"]
+        check_selection(topk, sink, window)
+        budgets, ratio = self.config.get("index_topk_per_layer"), topk / self.config["index_topk"]
+        if budgets:
+            budgets = [max(sink + window + 1, round(ratio * budget)) for budget in budgets]
+        return dataclasses.replace(self, config={**self.config, "index_topk": topk, "index_topk_per_layer": budgets})
 
     @property
     def model_type(self) -> str:

@@ -21,6 +21,7 @@ from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.cli import answers, draft, machine
 from mlaforge.cli import verb as verbs
 from mlaforge.cli.piped import text_or_input
+from mlaforge.cli.tables import conversion_table
 from mlaforge.cli.verb import Json, Model, Out, Overwrite, exit_by_verdict, group, quiet
 from mlaforge.conversion.config import EXPORTS, ConvertConfig, ExportConfig
 from mlaforge.demo.config import DemoConfig, MakeGptOssConfig
@@ -29,7 +30,6 @@ from mlaforge.evaluation.config import EvalConfig
 from mlaforge.gpu_verification.config import VerifyGpuConfig
 from mlaforge.healing.config import HealConfig
 from mlaforge.planning.config import PlanConfig
-from mlaforge.rendering.table import text_table
 from mlaforge.report.config import CardConfig
 from mlaforge.runtime import UserError, forget_interrupts, install
 from mlaforge.serving.config import ChatConfig, GenerateConfig, ServeConfig
@@ -413,21 +413,6 @@ def verify_gpu(
 
 verb()(machine.build_kernels)
 verb()(machine.env)
-
-
-def conversion_table(manifests: list[Any]) -> str:
-    """Table with perplexities and cache of each conversion."""
-    heads = ("layout", "Original ppl", "Partial RoPE ppl", "MLA ppl", "ratio", "cache bytes/token", "of GQA")
-    rows: list[tuple[str, ...]] = [heads]
-    for manifest in manifests:
-        metrics, cache = manifest.metrics, manifest.metrics["cache"]
-        ppl = [f"{metrics[k]:.3f}" if metrics.get(k) else "–" for k in ("original_ppl", "partial_rope_ppl", "mla_ppl")]
-        ratio = f"{metrics['ratio']:.4f}" if "ratio" in metrics else "–"
-        layouts = {layer["layout"] for layer in metrics["layers"]}
-        cache_bytes = f"{cache['gqa_bytes_per_token']} -> {cache['mla_bytes_per_token']}"
-        bits = f", {manifest.config['bits']:g} bits" if manifest.config.get("bits") else ""
-        rows.append((" + ".join(sorted(layouts)) + bits, *ppl, ratio, cache_bytes, f"{100 * cache['fraction']:.1f} %"))
-    return text_table(rows, ">")
 
 
 def main() -> None:

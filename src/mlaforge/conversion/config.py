@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from mlaforge.config import DTYPES, SHORTEST_WINDOW, Options, option
+from mlaforge.planning.selection import DEFAULT_SINK, DEFAULT_TOPK, DEFAULT_WINDOW
 
 # Export formats of a converted model.
 EXPORTS = ("deepseek",)
@@ -15,7 +16,7 @@ EXPORTS = ("deepseek",)
 class ConvertConfig(Options):
     """Options of `convert`. Option names of TransMLA's converter are accepted with their meaning."""
 
-    first = ("bits", "budget", "layout", "layers", "calibration")
+    first = ("bits", "budget", "topk", "dense", "calibration")
     panels: ClassVar[dict[str, tuple[str, ...]]] = {
         "Options as TransMLA names them": ("qk_mqa_dim", "collapse", "freqfold", "deepseek_style")
     }
@@ -60,6 +61,17 @@ class ConvertConfig(Options):
     evaluation: str = option("embedded", "text of the perplexities; may not overlap the calibration text")
     eval_windows: int = option(8, "evaluation windows, 0 for no evaluation", "windows", least=0)
     refit: str = option("auto", "closed-form refit of o_proj; auto: for latent_rope", choices=("auto", "on", "off"))
+    dense: bool = option(False, "write no token index: generated tokens read all tokens")
+    topk: int = option(
+        DEFAULT_TOPK, "tokens that a generated token reads per layer without a sliding window, including those that "
+        "are always read", "tokens", least=2,
+    )  # fmt: skip
+    width: int | None = option(
+        None, "elements of a token's index key, one byte each (by the number of cached elements: 32 for 512)",
+        "numbers", least=8,
+    )  # fmt: skip
+    sink: int = option(DEFAULT_SINK, "first tokens that are always read", "tokens", least=0)
+    window: int = option(DEFAULT_WINDOW, "newest tokens that are always read", "tokens", least=1)
     dtype: str = option("auto", "dtype of the converted weights", choices=DTYPES)
     device: str = option("auto", "device to compute on: auto, cpu, cuda, cuda:1, ...")
     seed: int = option(0, "seed of every random choice")

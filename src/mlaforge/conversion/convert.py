@@ -1,9 +1,9 @@
 """`convert`: grouped-query attention to multi-head latent attention, without training.
 
 Calibration moments (factorization/moments.py) -> latent projections per layer (solve.py, with factorization/latent.py
-and the closed-form refit of o_proj) -> a Hugging Face directory (writer.py), which is read again and evaluated. All of
-it runs one layer at a time (checkpoint/layerwise.py) and stores finished work on disk (tensor_store.py), from which a
-killed run resumes.
+and the closed-form refit of o_proj) -> a Hugging Face directory (writer.py), which is read again and evaluated -> its
+token index (index.py). All of it runs one layer at a time (checkpoint/layerwise.py) and stores finished work on disk
+(tensor_store.py), from which a killed run resumes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from typing import Any
 import torch
 
 from mlaforge.artifact import WORK, Manifest, existing, finished, record_names, writing
+from mlaforge.checkpoint.converted_config import is_sparse
+from mlaforge.checkpoint.index_files import layer_kinds
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.token_losses import perplexity, standard_error, window_losses
 from mlaforge.config import by_keywords
 from mlaforge.conversion.calibration_text import CalibrationWindows, calibration_windows, describe, passages, text_names
 from mlaforge.conversion.config import ConvertConfig
+from mlaforge.conversion.index import add_index, sparse_plan, why_dense
 from mlaforge.conversion.solve import Choices, LayerSolver
 from mlaforge.conversion.writer import write_checkpoint
 from mlaforge.data import corpus, overlap
@@ -147,6 +150,8 @@ def run(
     planned = plan_file.read(config.plan, spec) if config.plan else None
     requested, config = config, completed(config)
     choices = choose(spec, config, planned.plan if planned else None)
+    no_index = why_dense(spec, config)
+    config = dataclasses.replace(config, dense=no_index is not None)
     if config.q_lora_rank is not None and config.q_lora_rank > spec.hidden_size:
         raise UserError(f"q_lora_rank = {config.q_lora_rank} is above the hidden size {spec.hidden_size}")
     device = resolve_device(config.device)
@@ -188,6 +193,8 @@ def run(
         if config.bits is not None and requested.bits is None:
             share = f"{config.bits / 16:.0%} of bf16's bytes"
             log(f"rows are coded: bits {config.bits:g}, {share}; --budget for plain ones")
+        if no_index and not requested.dense:
+            log(f"no index: {no_index}")
         tuned_passages = sorted({*passages(calibration), *(planned.passages if planned else ())})
         _convert(stream, choices, config, calibration, eval_windows, manifest, partial, calibrated, tuned_passages)
     return manifest
@@ -244,17 +251,29 @@ def _convert(
             overlap.write_passages(partial, tuned_passages)
         work["written"] = {}
 
-    # Evaluate the written files, not the model in memory.
-    with LayerStream(partial, stream.dtype, stream.device) as written:
-        written.check()
-        measure("MLA ppl", "mla_ppl", written)
+    # Evaluate the written files, not the model in memory: densely, and with the index as they are served.
+    written, final_plan = SourceModel.open(partial), solver.plan
+    with LayerStream(written.dense() if is_sparse(written.config) else written, stream.dtype, stream.device) as dense:
+        dense.check()
+        measure("MLA ppl", "mla_ppl", dense)
+        if not config.dense:
+            final_plan = sparse_plan(solver.plan, config)
+            with timed(seconds, "index"):
+                add_index(dense, final_plan, config, next(iter(calibration.values())).ids, work, out_dtype)
+    # A window that is not longer than a selection does not test it.
+    if not config.dense and config.seqlen > config.topk:
+        with LayerStream(partial, stream.dtype, stream.device) as sparse:
+            measure("Sparse ppl", "sparse_ppl", sparse)
     if eval_windows is not None:
         metrics["ratio"] = metrics["mla_ppl"] / metrics["original_ppl"]
         # Both use the same windows: the variance between windows cancels in the ratio.
         differences = work["mla_ppl"]["losses"] - work["original_ppl"]["losses"]
         metrics["log_ratio_stderr"], metrics["windows"] = standard_error(differences), len(differences)
-    metrics["cache"] = cache_metrics(solver.plan, out_dtype)
-    metrics["layers"] = solver.describe()
+    metrics["cache"] = cache_metrics(final_plan, out_dtype)
+    metrics["layers"] = [
+        part | ({} if config.dense else {"kind": kind, "topk": layer.topk or None, "index": layer.index})
+        for part, kind, layer in zip(solver.describe(), layer_kinds(stream.spec), final_plan.layers, strict=True)
+    ]
 
 
 def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
@@ -272,6 +291,7 @@ def cache_metrics(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
         # Coded rows are compared with a model in bf16, independent of the stored dtype.
         "gqa_bytes_per_token": unconverted(plan.spec, stored.stored).cache_bytes(1),
         "mla_bytes_per_token": stored.cache_bytes(1),
+        "index_bytes_per_token": sum(layer.index for layer in plan.layers),
         "window_choices": window_choices(stored),
     }
 

@@ -94,8 +94,6 @@ def run(src: Path, out: Path, config: ExportConfig, overwrite: bool = False) -> 
 def refuse(raw: dict[str, Any], spec: ModelSpec) -> None:
     """Raises UserError for the first feature in config.json that DeepSeek-V3's format lacks."""
     layouts = raw["mla_layer_types"]
-    if is_sparse(raw):
-        raise UserError("the model is sparse and DeepSeek-V3 has no index: export the dense converted model")
     if raw.get("mla_sinks") or any(layer.sinks for layer in spec.layers):
         raise UserError("the softmax has learned sinks and DeepSeek-V3's has none: this model cannot be exported")
     if any(layer.moe for layer in spec.layers):
@@ -108,15 +106,20 @@ def refuse(raw: dict[str, Any], spec: ModelSpec) -> None:
                 f"layer {i} has a sliding window of {layer.window} tokens and DeepSeek-V3 has none: this model cannot "
                 "be exported"
             )
+    if is_sparse(raw):
+        raise UserError(
+            "the model is sparse and DeepSeek-V3 has no index: convert the original with `mlaforge convert MODEL OUT "
+            "--deepseek-style`"
+        )
     if "gqa" in layouts:
         raise UserError(
-            f"layer {layouts.index('gqa')} has grouped-query attention and DeepSeek-V3 has MLA in every layer: convert "
-            "with --layers all"
+            f"layer {layouts.index('gqa')} has grouped-query attention and DeepSeek-V3 has MLA in every layer: "
+            "`mlaforge convert MODEL OUT --deepseek-style --layers all`"
         )
     if "latent" in layouts:
         raise UserError(
             f"layer {layouts.index('latent')} has the layout latent, which rotates keys after decompression, and "
-            "DeepSeek-V3 rotates one key beside the latent: convert with --deepseek-style"
+            "DeepSeek-V3 rotates one key beside the latent: `mlaforge convert MODEL OUT --deepseek-style`"
         )
     if raw["mla_q_bias"] and raw["q_lora_rank"] is None:
         raise UserError(

@@ -45,7 +45,11 @@ class EngineConfig(Options):
         "format of the rows in the KV cache; auto: coded where the model is (convert --bits), else the model's dtype",
         choices=CACHE_DTYPES,
     )
-    dense: bool = option(False, "attend to the whole cache, though the model is sparse (sparsify)")
+    dense: bool = option(False, "attend to the whole cache, though the model is sparse")
+    topk: int | None = option(
+        None, "tokens that a generated token of a sparse model reads per layer, instead of the model's number; budgets "
+        "of layers change in proportion", "tokens", least=2,
+    )  # fmt: skip
     generation_config: str = option(
         "auto", "auto: the model's generation_config.json sets the sampling parameters that a request leaves unset; "
         "none: it is ignored", choices=("auto", "none"),

@@ -66,9 +66,7 @@ class Engine:
         config = check_config(config, self.device)
         block_size, step_tokens = config.block_size, config.max_num_batched_tokens
         assert block_size is not None and step_tokens is not None
-        source = SourceModel.open(model)
-        if config.dense:
-            source = source.dense()
+        source = SourceModel.open(model).with_selection(config.dense, config.topk)
         if is_sparse(source.config) and block_size % KEY_TILE:
             raise UserError(f"block_size = {block_size} must be a multiple of {KEY_TILE} for a sparse model")
         self.config, self.model_name = config, source.path.name

@@ -16,6 +16,10 @@ class EvalConfig(Options):
     text: str = option("embedded", "evaluation text: a file, a folder, or embedded (its held-out part)")
     windows: int = option(8, "windows from the start of the text", "windows", least=1)
     seqlen: int = option(2048, "length of a window", "tokens", least=SHORTEST_WINDOW)
+    dense: bool = option(False, "attend to all tokens, though the model is sparse")
+    topk: int | None = option(
+        None, "tokens that a token of a sparse model reads per layer, instead of the model's number", "tokens", least=2
+    )
     dtype: str = option("auto", "compute dtype", choices=DTYPES)
     device: str = option("auto", "device: auto, cpu, cuda, cuda:1, ...")
     teacher: str | None = option(None, "with --criteria: the original model")

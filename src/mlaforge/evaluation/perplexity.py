@@ -23,7 +23,7 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
 
     Raises UserError for text that a converted model was calibrated or healed on.
     """
-    source = SourceModel.open(model)
+    source = SourceModel.open(model).with_selection(config.dense, config.topk)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.dtype)
     text = corpus.windows(source.tokenizer, config.text, config.windows, config.seqlen, evaluation=True)
@@ -33,7 +33,9 @@ def run(model: str, out: Path | None, config: EvalConfig, overwrite: bool = Fals
     source.check_tokens(text.ids)
     manifest = Manifest(
         "eval",
-        config={k: v for k, v in dataclasses.asdict(config).items() if k in ("windows", "seqlen", "dtype")}
+        config={
+            k: v for k, v in dataclasses.asdict(config).items() if k in ("windows", "seqlen", "dense", "topk", "dtype")
+        }
         | record_names(config, "text"),
         inputs={"model": source.record, "text": text.describe()},
     )

@@ -158,6 +158,8 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
     """
     if not (config.teacher and config.student and config.criteria):
         raise UserError("criteria compare two models: give --teacher, --student and --criteria together")
+    if config.dense or config.topk is not None:
+        raise UserError("criteria evaluate the student as it is served by default; leave out dense and topk")
     criteria, seed = read(Path(config.criteria).expanduser())
     teacher, student = SourceModel.open(config.teacher), SourceModel.open(config.student)
     if Manifest.load(student.path) is None or not (student.path / overlap.PASSAGES).is_file():

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.row_formats import row_format
 from mlaforge.planning.code_plan import coded_plan
-from mlaforge.planning.plan import Plan, make_plan, sparse, unconverted
+from mlaforge.planning.plan import Plan, make_plan, unconverted
+from mlaforge.planning.selection import sparse
 
 MEASURED_ON = "SmolLM2-135M-Instruct"
 # Length of the windows in which selections were measured.
@@ -73,8 +74,9 @@ class Form:
             option = f"--bits {self.bits:g}" + (f" --layout {self.layout}" if self.layout != "latent" else "")
         else:
             rows, option = "plain", f"--layout {self.layout} --budget {self.budget:g}"
-        action = f"Convert to {self.layout} with {rows} rows" + (" and sparsify" if sparsify else "")
-        return f"{action} ({', '.join(filter(None, (f'mlaforge convert {option}', sparsify)))})"
+        read = f"--topk {self.topk(context)}" if self.selection_ratio else "--dense"
+        action = f"Convert to {self.layout} with {rows} rows" + (", read sparsely" if self.selection_ratio else "")
+        return f"{action} (mlaforge convert {option} {read})"
 
     @property
     def percent(self) -> float:

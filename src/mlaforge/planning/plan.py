@@ -26,8 +26,6 @@ RANK_MULTIPLE = 8
 DEFAULT_ROPE_DIM = 64
 SMALLER_KEY = "use a smaller qk_rope_head_dim"
 DEFAULT_BITS, DEFAULT_BUDGET = 4.0, 0.5
-# Elements of an index key, one byte each.
-DEFAULT_INDEX = 32
 # Storage formats of uncoded rows: the engine's kv_cache_dtype, whose auto is one of these or `coded`.
 STORED = tuple(
     name for type in row_format_types().values() if not type.coded for name in (*type.compute_names, *type.names)
@@ -165,18 +163,6 @@ def tokens_cached(layer: LayerSpec, context: int) -> int:
 def unconverted(spec: ModelSpec, stored: str = "bf16") -> Plan:
     """Plan without any converted layer."""
     return Plan(spec, (LayerPlan("gqa"),) * spec.num_layers, stored)
-
-
-def sparse(plan: Plan, topk: int) -> Plan:
-    """A copy in which a generated token reads `topk` tokens in every layer without a window. Raise UserError if there
-    is no such layer."""
-    if all(layer.window is not None for layer in plan.spec.layers):
-        raise UserError("all layers have a sliding window: there is nothing to make sparse")
-    layers = (
-        dataclasses.replace(chosen, topk=topk, index=DEFAULT_INDEX) if layer.window is None else chosen
-        for chosen, layer in zip(plan.layers, plan.spec.layers, strict=True)
-    )
-    return dataclasses.replace(plan, layers=tuple(layers))
 
 
 def rank_limit(spec: ModelSpec, layer: LayerSpec, layout: str) -> int:
@@ -342,11 +328,11 @@ def window_choices(plan: Plan) -> dict[str, dict[int, int]]:
     windows = [layer.window is not None for layer in spec.layers]
     if len(set(windows)) == 1:
         return {}
-    gqa = LayerPlan("gqa")
+    gqa, windowed = LayerPlan("gqa"), dataclasses.replace(chosen, topk=0, index=0)
     layers = {
         "gqa": (gqa,) * spec.num_layers,
         "full": tuple(gqa if window else chosen for window in windows),
-        "all": (chosen,) * spec.num_layers,
+        "all": tuple(windowed if window else chosen for window in windows),
     }
     plans = {name: Plan(spec, choice, plan.stored) for name, choice in layers.items()}
     max_context = spec.max_position_embeddings

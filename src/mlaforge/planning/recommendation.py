@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from mlaforge.planning.costs import weight_bytes
 from mlaforge.planning.forms import MEASURED_ON
-from mlaforge.planning.plan import sparse
 from mlaforge.planning.roofline import Row, decode_step, in_bytes, in_digits, slowdown
+from mlaforge.planning.selection import sparse
 
 # Typical loss, in nats per token, that is acceptable in exchange for speed: 1 % of perplexity.
 SMALL_LOSS = math.log(1.01)

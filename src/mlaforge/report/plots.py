@@ -66,8 +66,8 @@ def _ranks(conversions: list[dict[str, Any]]) -> list[dict[str, str]]:
 def _selection(i: int, record: dict[str, Any]) -> dict[str, str]:
     """Tokens read by layer, and the loss of a selection in one layer only, if measured."""
     sparse = record["sparse"]
-    if not sparse:
-        return {}
+    if len({(layer.get("kind"), layer["topk"]) for layer in sparse.values()}) < 2:
+        return {}  # no layer differs from another
     drawings = {"read": drawing(f"read{i}", _draw_read, sparse)}
     if all(number(layer, "kl") is not None for layer in sparse.values()):
         drawings["kl"] = drawing(f"readkl{i}", _draw_read_kl, sparse)

@@ -124,7 +124,13 @@ def summarise(folder: Path) -> dict[str, Any]:
     groups = {layout: [c for c in conversions if c["layout"] == layout] for layout in layouts}
     verdicts = [f"{layout}: " * (len(groups) > 1) + _verdict(part) for layout, part in groups.items()]
     comparisons = [_comparison(record) for record in of["acceptance"]]
-    parts = {**of, **results, "acceptance": comparisons or [r for r in records if r["acceptance"]]}
+    selections = [_selection(record) for record in of["sparsify"] + [c for c in conversions if _is_sparse(c)]]
+    parts = {
+        **of,
+        **results,
+        "sparsify": selections,
+        "acceptance": comparisons or [r for r in records if r["acceptance"]],
+    }
     report: dict[str, Any] = {
         "generator": GENERATOR,
         "folder": record_name(folder),
@@ -136,7 +142,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "conversions": conversions,
         "calibrations": of["calibrate"],
         "diagnoses": of["diagnose"],
-        "selections": [_selection(record) for record in of["sparsify"]],
+        "selections": selections,
         "healings": [_learning(record) for record in of["heal"]],
         "trainings": [_learning(record) for record in of["draft train"]],
         "acceptances": comparisons or [_comparison({**r, "metrics": r["acceptance"]}) for r in parts["acceptance"]],
@@ -194,8 +200,13 @@ def _learning(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "first": (dicts(record["metrics"].get("curve")) or [{}])[0]}
 
 
+def _is_sparse(record: dict[str, Any]) -> bool:
+    """Whether a conversion has an index."""
+    return any(number(layer, "topk") is not None for layer in dicts(record["metrics"].get("layers")))
+
+
 def _selection(record: dict[str, Any]) -> dict[str, Any]:
-    """`sparsify` record with its sparse layers by number, and the number of layers with an index."""
+    """`sparsify` or `convert` record with its sparse layers by number, and the number of layers with an index."""
     layers = dict(enumerate(dicts(record["metrics"].get("layers"))))
     sparse = {i: layer for i, layer in layers.items() if number(layer, "topk") is not None}
     return {**record, "sparse": sparse, "indexes": sum(layer.get("kind") == "full" for layer in sparse.values())}
@@ -217,6 +228,8 @@ def _conversion(record: dict[str, Any], contexts: dict[str, int]) -> dict[str, A
     rows, ratio = _row_bytes(metrics), number(metrics, "ratio")
     bits, fraction = _bits(layers, rows), _requested_fraction(record["config"], layers)
     loss = math.log(ratio) if ratio and ratio > 0 else None
+    indexes = [number(layer, "index") or 0 for layer in layers]
+    cached = rows and {"gqa": rows["gqa"], "mla": [a + b for a, b in zip(rows["mla"], indexes, strict=True)]}
     model = record["inputs"].get("model")
     kind, digest = (str(at(model, key) or "") for key in ("model_type", "sha256"))
     return {
@@ -229,7 +242,7 @@ def _conversion(record: dict[str, Any], contexts: dict[str, int]) -> dict[str, A
         "bits": bits,
         "kept": fraction,
         "context_bytes": {
-            label: {side: _context_bytes(layers, rows[side], tokens) if rows else None for side in ("gqa", "mla")}
+            label: {side: _context_bytes(layers, cached[side], tokens) if cached else None for side in ("gqa", "mla")}
             for label, tokens in contexts.items()
         },
         "predicted_loss": sum(losses) if losses else None,

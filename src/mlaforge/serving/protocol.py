@@ -97,6 +97,7 @@ class Generation(Strict):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     speculate: bool = True
+    dense: bool = False
     spaces_between_special_tokens: Literal[True] = True
     add_special_tokens: bool | None = None
     logit_bias: dict[str, float] = Field(default_factory=dict)
@@ -168,7 +169,7 @@ class Generation(Strict):
             for name in (
                 "n", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
                 "repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-                "skip_special_tokens", "prompt_logprobs", "speculate",
+                "skip_special_tokens", "prompt_logprobs", "speculate", "dense",
             )
         }  # fmt: skip
         values |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}

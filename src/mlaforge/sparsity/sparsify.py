@@ -1,4 +1,5 @@
-"""`sparsify`: add token indexes to a model, so that decoding reads only selected tokens.
+"""`sparsify`: add token indexes to a model, or replace those of a sparse one, so that decoding reads only selected
+tokens.
 
 The model runs once over a text, one layer at a time; each layer's index is computed from the statistics of its queries
 and keys (factorization/token_index.py). OUT contains MODEL's shards unchanged, one more shard with the indexes, and a
@@ -14,69 +15,48 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, finished, record_names, writing
-from mlaforge.checkpoint import loading
-from mlaforge.checkpoint.converted_config import INDEX_MULTIPLE, is_sparse, with_current_code
+from mlaforge.checkpoint.converted_config import check_selection, is_sparse, with_current_code
+from mlaforge.checkpoint.index_files import INDEX_SHARD, add_indexes, index_fields, layer_kinds
 from mlaforge.checkpoint.layerwise import LayerStream
-from mlaforge.checkpoint.reader import INDEX, SINGLE, Reader
+from mlaforge.checkpoint.reader import INDEX, SINGLE
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.checkpoint.writer import copy_companions, copy_model_code
 from mlaforge.config import by_keywords
 from mlaforge.data import corpus, overlap
 from mlaforge.factorization.layer import mla_classes
+from mlaforge.factorization.observation import learn_indexes
+from mlaforge.planning.plan import plan_of
+from mlaforge.planning.selection import index_width
 from mlaforge.runtime import UserError, log, resolve_device, timed
 from mlaforge.sparsity.config import SparsifyConfig
-from mlaforge.sparsity.observation import LayerObserver
 from mlaforge.sparsity.placement import BUDGET_FRACTIONS, WINDOW_PER_BUDGET, Divergences, place_indexes
 from mlaforge.tensor_store import TensorStore
 
-INDEX_SHARD, RENAMED_SINGLE = "model-index.safetensors", "model-00001-of-00001.safetensors"
-
-
-def layer_kinds(source: SourceModel, share: int) -> list[str]:
-    """Return `indexer_types` for config.json: layers with a sliding window are dense; of every `share` consecutive
-    others, the first has an index."""
-    kinds, number = [], 0
-    for layer in source.spec.layers:
-        if layer.window is not None:
-            kinds.append("dense")
-        else:
-            kinds.append("shared" if number % share else "full")
-            number += 1
-    if not number:
-        raise UserError(f"{source} has no layer without a sliding window; there is nothing to make sparse")
-    return kinds
+RENAMED_SINGLE = "model-00001-of-00001.safetensors"
 
 
 def settings(source: SourceModel, config: SparsifyConfig) -> dict[str, Any]:
-    """Return config.json of the result. Raises UserError for contradictory options."""
-    forced = config.sink + config.window
-    if config.topk <= forced:
-        raise UserError(
-            f"topk = {config.topk} must be above the {forced} tokens that are always read (sink {config.sink}, "
-            f"window {config.window})"
-        )
-    if config.width % INDEX_MULTIPLE:
-        raise UserError(f"width = {config.width} must be a multiple of {INDEX_MULTIPLE}")
-    raw, layer = with_current_code(source.config), source.spec.layers[0]
+    """Return config.json of the result. Raises UserError for contradictory options, and for a model with sliding
+    windows only."""
+    check_selection(config.topk, config.sink, config.window, config.width)
+    raw, spec = with_current_code(source.config), source.spec
+    kinds = layer_kinds(spec, config.share)
+    if "full" not in kinds:
+        raise UserError(f"{source} has no layer without a sliding window; there is nothing to make sparse")
+    layer = spec.layers[0]
     dense_fields = {} if source.converted else {
         **mla_classes(raw), "kv_lora_rank": 0, "qk_nope_head_dim": layer.head_dim, "v_head_dim": layer.head_dim,
-        "softmax_scale": source.spec.softmax_scale, "mla_layer_types": ["gqa"] * source.spec.num_layers,
-        "mla_kv_lora_ranks": [0] * source.spec.num_layers,
+        "softmax_scale": spec.softmax_scale, "mla_layer_types": ["gqa"] * spec.num_layers,
+        "mla_kv_lora_ranks": [0] * spec.num_layers,
     }  # fmt: skip
+    width = config.width or index_width(plan_of(raw, spec))
     return {
         **{name: value for name, value in raw.items() if name not in ("_name_or_path", "transformers_version")},
         **dense_fields,
-        "index_kind": "pairs",
-        "index_topk": config.topk,
-        "index_head_dim": config.width,
-        "index_sink": config.sink,
-        "index_window": config.window,
-        "index_stride": config.stride,
-        "indexer_types": layer_kinds(source, config.share),
+        **index_fields(kinds, config.topk, width, config.sink, config.window, config.stride),
     }
 
 
@@ -87,7 +67,8 @@ def run(model: str, out: Path, config: SparsifyConfig, overwrite: bool = False) 
     """
     source = SourceModel.open(model)
     if is_sparse(source.config):
-        raise UserError(f"{source} is sparse already; sparsify the model that it was made from")
+        # Its indexes are replaced.
+        source = source.dense()
     measured = config.placement == "measured"
     output_config = settings(source, dataclasses.replace(config, share=1) if measured else config)
     if config.share > 1 and not measured:
@@ -113,7 +94,9 @@ def run(model: str, out: Path, config: SparsifyConfig, overwrite: bool = False) 
         with LayerStream(source, dtype, device) as stream, timed(manifest.seconds, "index"):
             stream.check()
             if "index" not in work:
-                work["index"] = learn_index(stream, windows.ids, output_config["indexer_types"], config.width)
+                work["index"] = learn_indexes(
+                    stream, windows.ids, output_config["indexer_types"], output_config["index_head_dim"]
+                )
             tensors = work["index"]
         with timed(manifest.seconds, "write"):
             write(source, partial, output_config, tensors)
@@ -136,7 +119,7 @@ def run(model: str, out: Path, config: SparsifyConfig, overwrite: bool = False) 
         passages_file = source.path / overlap.PASSAGES
         tuned = overlap.read_passages(passages_file) if passages_file.is_file() else []
         overlap.write_passages(partial, sorted({*tuned, *(p for text in texts for p in overlap.passages(text))}))
-        per_token = config.width * output_config["indexer_types"].count("full")
+        per_token = output_config["index_head_dim"] * output_config["indexer_types"].count("full")
         manifest.metrics["cache"] = {"index_bytes_per_token": per_token}
         budgets = output_config.get("index_topk_per_layer") or [config.topk] * source.spec.num_layers
         manifest.metrics["layers"] = [
@@ -163,48 +146,18 @@ def long_windows(source: SourceModel, config: SparsifyConfig) -> corpus.Windows:
         ) from None
 
 
-def learn_index(stream: LayerStream, ids_NT: Tensor, kinds: list[str], width: int) -> dict[str, Tensor]:
-    """Return the index tensors of all layers of kind full, by checkpoint name."""
-    tensors: dict[str, Tensor] = {}
-    observers: dict[int, LayerObserver] = {}
-
-    def observe(index: int, number: int, states: Tensor) -> None:
-        if kinds[index] != "full":
-            return
-        if index not in observers:
-            observers[index] = LayerObserver(stream, index)
-        observers[index].add(states)
-        if number == len(ids_NT) - 1:
-            prefix = f"model.layers.{index}.self_attn.index."
-            tensors.update({prefix + name: tensor for name, tensor in observers.pop(index).index(width).items()})
-
-    stream.last_states(list(ids_NT), "index", observe)
-    return tensors
-
-
 def write(source: SourceModel, out: Path, output_config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Write the model into the directory `out`: unchanged shards, index tensors, config, tokenizer and model code."""
-    dtype = source.dtype
-    stored = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
-    with Reader(source.path) as reader:
+    with source.weights() as reader:
         # Loaders ignore the index if a file has the name of a single-file checkpoint.
-        names = {shard: RENAMED_SINGLE if shard == SINGLE else shard for shard in reader.shards}
-        weight_map = {name: names[shard] for name, shard in reader.weight_map.items()} | dict.fromkeys(
-            stored, INDEX_SHARD
-        )
+        names = {shard: RENAMED_SINGLE if shard == SINGLE else shard for shard in reader.shards if shard != INDEX_SHARD}
+        weight_map = {name: names[shard] for name, shard in reader.weight_map.items() if shard in names}
     for shard, name in names.items():
         shutil.copyfile(source.path / shard, out / name)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in stored.items()}, out / INDEX_SHARD, metadata={"format": "pt"}
-    )
-    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    (out / "config.json").write_text(json.dumps(output_config, indent=2) + "\n", encoding="utf-8")
     copy_companions(source.path, out)
     copy_model_code(out)
-    with Reader(out) as reader:
-        reader.check_shapes(*loading.expected_tensors(output_config))
+    (out / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    add_indexes(out, output_config, tensors, source.dtype)
 
 
 sparsify = by_keywords(run, SparsifyConfig)

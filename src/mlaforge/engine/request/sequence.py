@@ -104,8 +104,9 @@ class Sequence:
 
     @property
     def generating(self) -> bool:
-        """Whether the next token to compute was generated, now or before a preemption."""
-        return self.prefilled and self.computed >= len(self.request.prompt_ids)
+        """Whether the next token to compute was generated, now or before a preemption, and may read a selection."""
+        generated = self.prefilled and self.computed >= len(self.request.prompt_ids)
+        return generated and not self.request.params.dense
 
     @property
     def decoding(self) -> bool:

@@ -83,6 +83,8 @@ class SamplingParams:
     regex: str | None = None
     # False: this request's tokens are not drafted, whatever the engine's drafter.
     speculate: bool = True
+    # Whether this request's generated tokens read all tokens of a sparse model.
+    dense: bool = False
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -141,7 +143,7 @@ class SamplingParams:
         for index, token in enumerate(ids):
             _whole(f"stop_token_ids[{index}]", token, 0, "a whole number of at least 0")
         self._set("stop_token_ids", ids)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculate"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculate", "dense"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "true or false")
 

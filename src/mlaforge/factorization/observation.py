@@ -1,4 +1,5 @@
-"""Statistics of a layer's queries and keys, from which its index is built.
+"""Indexes of a model's layers from the statistics of their queries and keys: the model runs once over a text, one layer
+at a time.
 
 Legend: n tokens of all windows, T tokens of a window, H query heads, G KV heads, D head_dim, P rotary pairs, E features
 of a query, F features of a key, R latent rank.
@@ -17,6 +18,9 @@ from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import pairs
 from mlaforge.runtime import UserError
 
+# Tokens of text that the indexes of a conversion are computed from, four windows of 2,048, and at most one of
+# INDEX_SHARE calibration windows: the index then takes less than a tenth of the conversion's time.
+INDEX_TOKENS, INDEX_SHARE = 8192, 4
 # Rotations are also collected at positions shifted by this many tokens, to cover more angles of low frequencies.
 LATER_POSITIONS = 4096
 
@@ -101,3 +105,22 @@ class LayerObserver:
                 candidates = candidates.on_latents(w_uk.flatten(0, 1), b_k.flatten())
         scaling = self.stream.spec.rope.attention_scaling
         return candidates.best(width, features, self.stream.spec.softmax_scale, scaling)
+
+
+def learn_indexes(stream: LayerStream, ids_NT: Tensor, kinds: list[str], width: int) -> dict[str, Tensor]:
+    """Return the index tensors of all layers of kind full, by checkpoint name."""
+    tensors: dict[str, Tensor] = {}
+    observers: dict[int, LayerObserver] = {}
+
+    def observe(index: int, number: int, states: Tensor) -> None:
+        if kinds[index] != "full":
+            return
+        if index not in observers:
+            observers[index] = LayerObserver(stream, index)
+        observers[index].add(states)
+        if number == len(ids_NT) - 1:
+            prefix = f"model.layers.{index}.self_attn.index."
+            tensors.update({prefix + name: tensor for name, tensor in observers.pop(index).index(width).items()})
+
+    stream.last_states(list(ids_NT), "index", observe)
+    return tensors
