@@ -114,7 +114,8 @@ class Indexer:
         counts = selections.counts(tokens_view, self.topk)
         probe_counts, probed = None, []
         if probe is not None:
-            stops, token_stops = (list(itertools.accumulate(part.queries)) for part in (view, tokens_view))
+            stops = list(itertools.accumulate(view.queries))
+            token_stops = list(itertools.accumulate(tokens_view.queries))
             # The last query token of each probed sequence.
             probed = [token_stops.index(stops[s]) for s in probe.sequences]
             probe_counts = self._probe_counts(tokens_view, counts, probed)

@@ -131,12 +131,11 @@ inline std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, 
   TORCH_CHECK(q_NX.stride(1) == 1 && weight_GIE.is_contiguous() && keys.is_contiguous(), "inputs are not contiguous");
   TORCH_CHECK(block_size % KEY_TILE == 0, "the block size ", block_size, " is not a multiple of ", KEY_TILE, " tokens");
   const View view{table_SB, seq_lens_S, at::zeros_like(seq_lens_S), query_start_S1, block_size, 0, tree_Tn};
-  // Tokens that a sequence's last query token sees, and their slots.
+  // Number of tokens that a sequence's last query token sees, and the slot of one of them.
   auto visible_length = [&](int64_t s) { return view.position(s, view.queries(s) - 1) + 1; };
   auto visible_slot = [&](int64_t s, int64_t t) {
     int32_t slot;
-    if (t < view.tree_begin(s)) slot = view.blocks(s)[t / block_size] * int32_t(block_size) + int32_t(t % block_size);
-    else view.visible_slots(s, view.queries(s) - 1, t, 1, &slot);
+    view.visible_slots(s, view.queries(s) - 1, t, 1, &slot);
     return slot;
   };
   const int64_t max_count = *std::max_element(counts.begin(), counts.end());
@@ -276,7 +275,12 @@ inline std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, 
           for (int64_t t = 0; stride && t < length; t += stride) scores[t] = INF;
           select_largest(scores, length, count, places);
         }
-        for (int64_t i = 0; i < count; ++i) slot[s * K + i] = visible_slot(s, places[i]);
+        const int32_t *blocks = view.blocks(s).data(), size = int32_t(block_size);
+        const int64_t tree_begin = view.tree_begin(s);
+        for (int64_t i = 0; i < count; ++i) {
+          const int32_t t = places[i];
+          slot[s * K + i] = t < tree_begin ? blocks[t / size] * size + t % size : visible_slot(s, t);
+        }
       }
     });
   }
