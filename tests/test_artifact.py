@@ -102,6 +102,11 @@ OTHER = {
     "freqfold": ["auto"],
     "deepseek_style": [],
     "plan": ["{folder}/plan.json"],
+    # The model's context is too short for the default index.
+    "topk": [64, "--window", 16],
+    "window": [16, "--topk", 64],
+    "sink": [2, "--topk", 64, "--window", 16],
+    "width": [16, "--topk", 64, "--window", 16],
 }
 
 
@@ -137,13 +142,23 @@ def made(tiny_models, calibration_file, evaluation_file, cli, short, tmp_path_fa
 
 
 def test_every_option_of_convert_is_covered():
-    assert set(OTHER) == {field.name for field in dataclasses.fields(ConvertConfig)} - {"device"}
+    assert {*OTHER, "dense"} == {field.name for field in dataclasses.fields(ConvertConfig)} - {"device"}
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_changing_an_option_changes_the_fingerprint(name, made, cli):
     values = [value.format(folder=made[1].parent) if isinstance(value, str) else value for value in OTHER[name]]
     done = cli(*made, f"--{name.replace('_', '-')}", *values)
+    assert done.exit_code == 2 and "holds another convert result" in done.stderr, done.stderr
+
+
+def test_leaving_out_the_index_changes_the_fingerprint(made, cli, tmp_path):
+    model = shutil.copytree(made[1], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    command = ["convert", model, tmp_path / "out", *made[3:]]
+    assert cli(*command).exit_code == 0
+    done = cli(*command, "--dense")
     assert done.exit_code == 2 and "holds another convert result" in done.stderr, done.stderr
 
 

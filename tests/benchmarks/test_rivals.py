@@ -95,8 +95,9 @@ def test_bytes_are_all_of_them(layer, model):
     assert rivals.Rotated(3).bytes(llm, 2048) == 2044 * 6 * (24 + 2) + 4 * 768
     # 32 tokens: codes; of 192 key channels, and of each token's six groups of 32 values, a scale and a minimum.
     assert rivals.Blocks(2, exempt=0).bytes(llm, 33) == 2 * (2 * 32 * 192 // 4 + 192 * 4 + 32 * 6 * 4)
-    code = rivals.PlainCode(3, model, rivals.plain_bases(model, WINDOWS), exempt=0)
-    size = layer.cached * 3 / 8 * 64
+    # Rows of 16 bytes, the smallest for these 32 keys and 32 values.
+    code = rivals.PlainCode(4, model, rivals.plain_bases(model, WINDOWS), exempt=0)
+    size = layer.cached * 4 / 8 * 64
     assert size - 64 * 2 <= code.bytes(layer, 64) <= size
 
 
@@ -143,7 +144,9 @@ def test_more_bits_lose_less(model, form):
         "plain code": lambda bits: rivals.PlainCode(bits, model, bases),
     }[form]  # fmt: skip
     plain = losses(model, None)
-    lost = [float((losses(model, make(bits)) - plain).abs().mean()) for bits in (3, 5, 7)]
+    # The rows of a code grow by 16 bytes, here 4 bits per element.
+    steps = (4, 8, 12) if form == "plain code" else (3, 5, 7)
+    lost = [float((losses(model, make(bits)) - plain).abs().mean()) for bits in steps]
     assert lost[0] > 2 * lost[1] > 4 * lost[2] > 0
 
 

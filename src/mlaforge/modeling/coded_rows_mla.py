@@ -20,8 +20,6 @@ from .coded_layout_mla import CodedLayout, Segment
 
 # Maximum bits per coordinate.
 LARGEST_CODE = 11
-# The bytes of a word that hold four consecutive coordinates. It is its own inverse.
-BYTE_ORDER = [0, 2, 1, 3]
 
 
 def round_up_bf16(x: Tensor) -> Tensor:
@@ -108,7 +106,7 @@ def _shifts(part: Segment, device: torch.device) -> Tensor:
 def _to_words(fields: Tensor, part: Segment) -> Tensor:
     """Arrange a segment's fields of 4, 2 or 1 bits, int32 [..., count], as the bytes of words, uint8 [..., 4 W]."""
     padded = torch.nn.functional.pad(fields, (0, -part.coordinates % (32 // part.bits)))
-    fours_WM4 = padded.unflatten(-1, (-1, 8 // part.bits, 4))[..., BYTE_ORDER]
+    fours_WM4 = _byte_order(padded.unflatten(-1, (-1, 8 // part.bits, 4)))
     return (fours_WM4 << _shifts(part, fields.device)).sum(-2).flatten(-2).to(torch.uint8)
 
 
@@ -116,4 +114,10 @@ def _from_words(stored: Tensor, part: Segment) -> Tensor:
     """Inverse of _to_words: int32 bytes [..., 4 W] to fields [..., count]."""
     words_W14 = stored.unflatten(-1, (-1, 1, 4))
     fours_WM4 = words_W14 >> _shifts(part, stored.device) & (1 << part.bits) - 1
-    return fours_WM4[..., BYTE_ORDER].flatten(-3)[..., : part.coordinates]
+    return _byte_order(fours_WM4).flatten(-3)[..., : part.coordinates]
+
+
+def _byte_order(fours_WM4: Tensor) -> Tensor:
+    """Order four consecutive coordinates as the bytes 0, 2, 1, 3 of a word hold them, and back. Views only: a list of
+    indices would have to wait for the device."""
+    return fours_WM4.unflatten(-1, (2, 2)).mT.flatten(-2)
