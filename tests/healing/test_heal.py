@@ -171,7 +171,7 @@ def test_a_cached_teacher_gives_the_same_losses(heal_model, kind):
 
 def test_heals_a_conversion_with_coded_rows_and_an_index(heal_model, converted, tiny_models, healing_file):
     """What `convert` writes by default, with a selection that fits a tiny model; the index is unchanged."""
-    start = converted("llama", "latent", bits=2, topk=24, sink=2, window=8)
+    start = converted("llama", "latent", bits=4, topk=24, sink=2, window=8)
     out, manifest = heal_model(start=start, steps=12, learning_rate=2e-4, subset="attention", refit="auto")
     curve = [point["kl"] for point in manifest.metrics["curve"]]
     assert min(curve) < curve[0]
