@@ -87,10 +87,10 @@ def token_logprobs(model, ids):
 BITS = {"bits": 5, "layers": "all"}
 CONVERSIONS = [
     *((*case, how) for case in CASES for how in ({"budget": 0.75}, BITS)),
-    # One layer alone, with all the bits; and layers that have next to none.
+    # One layer alone, with all the bits; and layers with the shortest rows.
     ("llama", "latent", {"bits": 8, "layers": "1"}),
-    ("gpt_oss", "latent_rope", {"bits": 2, "layers": "all"}),
-    ("gpt_oss", "latent", {"bits": 1, "layers": "all"}),
+    ("gpt_oss", "latent_rope", {"bits": 4, "layers": "all"}),
+    ("gpt_oss", "latent", {"bits": 2, "layers": "all"}),
 ]
 
 
