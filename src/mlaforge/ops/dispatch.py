@@ -4,9 +4,9 @@ Order: the explicit argument, then $MLAFORGE_OPS, then the first registered impl
 last the reference. MLAFORGE_OPS is a comma-separated list: an implementation's name for every op that has it, `op=name`
 for one op, and `check`, which also runs the reference and compares (it synchronises, so not within a captured graph).
 
-A call of an op selects by its inputs. `Op.bind` selects once, for layers whose inputs differ only in their number of
-tokens: a decoding step calls an op 300 times, and a selection takes as long as a small kernel. Bound ops follow
-$MLAFORGE_OPS as of the last `refresh`, which the engine calls before every step.
+A call of an op selects by its inputs. `Op.bind` selects a compiled kernel once, for layers whose inputs differ only in
+their number of tokens: a decoding step calls an op 300 times, and a selection takes as long as a small kernel. Bound
+ops follow $MLAFORGE_OPS as of the last `refresh`, which the engine calls before every step.
 """
 
 from __future__ import annotations
@@ -108,12 +108,13 @@ class Op:
             _state.hook(self, name, inputs)
         return self._checked(name, run, inputs) if check_mode and name != "reference" else run(*inputs)
 
-    def bind(self, *inputs: Any) -> Bound:
-        """Select the implementation for inputs like these, which are not read: the returned callable takes inputs that
-        differ in the number of tokens."""
-        name, run = self.choose(*inputs)
-        resolve = None if name == "reference" else self.implementations[name].resolve
-        return Bound(self, run if resolve is None else resolve())
+    def bind(self, *inputs: Any) -> Bound | Op:
+        """Return the op with its compiled kernel selected, if that supports inputs like these, which are not read; else
+        the op itself, which selects by the inputs of each call. Later inputs may differ in the number of tokens."""
+        native = self.implementations.get("native")
+        if native is None or native.supports(*inputs) is not True:
+            return self
+        return Bound(self, native.run if native.resolve is None else native.resolve())
 
     def choose(self, *inputs: Any, implementation: str | None = None) -> tuple[str, Run]:
         """Return the name and function that would run on `inputs`. Raises as __call__ does."""

@@ -6,7 +6,7 @@ Legend: N query tokens, H query heads, G KV heads, D head_dim.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def _native(q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float) -> tu
     return out, lse
 
 
-def _native_supports(q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float) -> Literal[True] | str:
+def _native_supports(q_NHD: Tensor, rows: PagedRows, *others: Any) -> Literal[True] | str:
     reason = supports_bfloat16(q_NHD)
     return native_supports(rows) if reason is True else reason
 

@@ -10,7 +10,7 @@ head h // (H / G)), E heads per KV head, L slots of the cache, P cached position
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ def _native(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale:
     return out, lse
 
 
-def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
+def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, *others: Any) -> Literal[True] | str:
     if (reason := supports_bfloat16(q_NHD)) is not True:
         return reason
     if k_LGD.dtype != torch.bfloat16:

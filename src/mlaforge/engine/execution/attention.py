@@ -28,7 +28,8 @@ from mlaforge.ops.attention_mass import attention_with_mass, last_query_row, pro
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.host_view import host_view
 from mlaforge.ops.latent_attention import LATENT, LATENT_ROPE, LatentWeights
-from mlaforge.ops.packed_attention import packed_attention
+from mlaforge.ops.packed_attention import OP as PACKED_ATTENTION
+from mlaforge.ops.paged_attention import OP as PAGED_ATTENTION
 from mlaforge.ops.paged_attention import capturable, paged_attention
 from mlaforge.ops.paged_rows import PagedRows, native_reads
 from mlaforge.ops.rope_and_store import OP as ROPE_AND_STORE
@@ -105,6 +106,11 @@ class PagedGroupedQueryAttention:
         self.k_LGD = self.v_LGD = None
         if rows.direct:
             self.k_LGD, self.v_LGD = rows.packed.view(-1, 2, self.num_kv_heads, self.head_dim).unbind(1)
+        q_0HD = rows.packed.new_empty(0, self.num_heads, self.head_dim, dtype=rows.dtype)
+        self.attend = (
+            PACKED_ATTENTION.bind(q_0HD, rows) if self.k_LGD is None
+            else PAGED_ATTENTION.bind(q_0HD, self.k_LGD, self.v_LGD)
+        )  # fmt: skip
 
     def __call__(self, normed_NC: Tensor, view: CacheView, step: Step, residual_NC: Tensor | None) -> Tensor:
         """Return the layer's output for normed hidden states, plus `residual_NC`. `view`: of the layer's group."""
@@ -137,8 +143,10 @@ class PagedGroupedQueryAttention:
             probe.layers.append(attention_mass)
             return out_NHD, lse_NH
         if self.k_LGD is not None and self.v_LGD is not None:
-            return paged_attention(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
-        return packed_attention(q_NHD, self.rows, view, self.scaling)
+            out_NHD, lse_NH = self.attend(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
+        else:
+            out_NHD, lse_NH = self.attend(q_NHD, self.rows, view, self.scaling)
+        return out_NHD, lse_NH
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can capture a step of this layer."""

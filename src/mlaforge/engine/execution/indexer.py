@@ -7,7 +7,6 @@ with the queries of all heads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,12 +90,9 @@ class Indexer:
             order is not None, None if sinks is None else sinks.detach().float(), pattern.sink, pattern.window,
             pattern.stride, sparse.topk,
         )  # fmt: skip
-        self.write: Callable[..., None] = WRITE_INDEX
-        self.select: Callable[..., tuple[Tensor, Tensor]] = SELECT_TOKENS
-        if rows.device.type == "cpu":
-            example = torch.empty(0, 1, dtype=rows.dtype)
-            self.write = WRITE_INDEX.bind(example, self.index, None, rows.index)
-            self.select = SELECT_TOKENS.bind(example, self.index, None, rows.index)
+        example = torch.empty(0, 1, dtype=rows.dtype, device=rows.device)
+        self.write = WRITE_INDEX.bind(example, self.index, None, rows.index)
+        self.select = SELECT_TOKENS.bind(example, self.index, None, rows.index)
 
     def __call__(
         self, features_NF: Tensor | None, q_NX: Tensor, rotation_N1P: Tensor, rows: PagedRows, view: CacheView,
