@@ -267,7 +267,7 @@ def test_an_answer_is_restored_in_few_steps(layout, length, caching, steps, spar
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     params = SamplingParams(temperature=0.0, max_tokens=length + 8, ignore_eos=True, logprobs=1)
     llm = engine(sparse("llama", layout), dtype="bfloat16", prefix_caching=caching, cache_bytes=16 << 20)
-    found = []
+    answers = []
     for preempt in (False, True):
         llm.engine.add("answer", PROMPTS[0], params)
         logprobs, preempted_at, restored_at = [], None, None
@@ -280,8 +280,8 @@ def test_an_answer_is_restored_in_few_steps(layout, length, caching, steps, spar
                 logprobs += [(x.token_id, x.logprob) for x in output.outputs[0].logprobs or ()]
             if len(logprobs) == length + 1:
                 restored_at = llm.engine.stats().steps
-        found.append(logprobs)
-    assert found[0] == found[1]
+        answers.append(logprobs)
+    assert answers[0] == answers[1]
     # The prompt, then 32 tokens a step; with the prefix cache only those of the last block.
     assert restored_at - preempted_at == steps
     llm.engine.check_integrity()

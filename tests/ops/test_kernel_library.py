@@ -56,6 +56,24 @@ def test_without_a_library_one_line_says_what_to_do(compiler, reason, unwritable
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(native.form() is None, reason="no form of the kernels runs here")
+def test_a_damaged_library_is_reported_in_one_line(tmp_path):
+    library = tmp_path / KernelLibrary.of(native.form()).file_name()
+    library.touch()
+    done = run(MLAFORGE_KERNELS=tmp_path)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (0, "") and f"{library} cannot be loaded (" in line
+
+
+@pytest.mark.skipif(native.form() is None or native.compiler() is None, reason="no compiler")
+def test_a_folder_without_the_library_is_not_ignored_silently(tmp_path):
+    """The library of the cache is used, with a message."""
+    assert native.load(native.form()) is None
+    done = run(MLAFORGE_KERNELS=tmp_path / "other")
+    assert done.stdout == "32.0\n"
+    assert done.stderr.startswith(f"MLAFORGE_KERNELS={tmp_path / 'other'} has no {native.form()}-")
+
+
 def test_a_name_depends_on_the_sources_the_formats_and_the_flags(tmp_path):
     source = tmp_path / "cpu"
     shutil.copytree(FOLDER, source)

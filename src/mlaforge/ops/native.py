@@ -139,12 +139,17 @@ def load(name: str) -> str | None:
     """Load a form of the kernels, compiled into the cache if there is no library. Returns the reason if that fails."""
     assert runs(name), f"this processor lacks {name}"
     library = KernelLibrary.of(name)
-    path = library.find()
+    path, ahead = library.find(), runtime.kernels_folder()
+    if ahead is not None and (path is None or path.parent != ahead):
+        runtime.log(f"MLAFORGE_KERNELS={ahead} has no {library.file_name()}, the library of this version; {AHEAD}")
     if path is None:
         runtime.log("compiling the CPU kernels, once per machine (about half a minute)")
         try:
             path = library.build(cache_folder())
         except CompilationError as error:
             return str(error)
-    torch.ops.load_library(path)
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"{path} cannot be loaded ({error.__cause__ or error}); delete it or compile it again"
     return None

@@ -1,5 +1,5 @@
 """`MLAFORGE_OPS=check` over whole engine steps: prompts, decoding, verification and sparse steps of every layout
-compare every op with its reference, and find an error in any of them."""
+compare every op with its reference, and detect an error in any of them."""
 
 import dataclasses
 import importlib
@@ -90,7 +90,7 @@ def test_every_op_is_compared(run, checking):
 
 
 # One case for every op.
-FINDS = {
+CASE_OF_OP = {
     "gqa": ["linear", "paged_attention", "rms_norm", "rope_and_store", "silu_mul"],
     "gqa in int8": ["linear_int8", "packed_attention"],
     "gqa in int4": ["linear_int4", "pack_blocks"],
@@ -123,8 +123,8 @@ def with_error(name: str, inputs: tuple[Any, ...], outputs: Any) -> Any:
 
 
 @pytest.mark.skipif(not native.is_available(), reason="there is nothing to be compared")
-@pytest.mark.parametrize(("case", "name"), [(case, name) for case, names in FINDS.items() for name in names])
-def test_an_error_in_an_op_is_found(case, name, run, checking, monkeypatch):
+@pytest.mark.parametrize(("case", "name"), [(case, name) for case, names in CASE_OF_OP.items() for name in names])
+def test_check_detects_an_error_of_an_op(case, name, run, checking, monkeypatch):
     op = OPS[name]
     correct = op.implementations["native"]
 
@@ -136,8 +136,8 @@ def test_an_error_in_an_op_is_found(case, name, run, checking, monkeypatch):
         run(case)
 
 
-def test_every_op_has_an_error_to_find():
-    assert sorted(name for names in FINDS.values() for name in names) == sorted(MODULES)
+def test_every_op_has_a_case_with_an_error():
+    assert sorted(name for names in CASE_OF_OP.values() for name in names) == sorted(MODULES)
 
 
 @pytest.mark.parametrize("case", ["gqa in int8", "gqa in int4", "latent, sparse", "latent_rope", "packed experts"])

@@ -148,18 +148,20 @@ def query_token_view(view: CacheView) -> CacheView:
 
     For token selection (execution/indexer.py). The view must be without a window.
     """
-    if not any(T > 1 and generating for T, generating in zip(view.queries, view.generating, strict=False)):
+    # No flags: nothing was generated.
+    generating = view.generating or (False,) * len(view.queries)
+    if not any(T > 1 and flag for T, flag in zip(view.queries, generating, strict=True)):
         return view
     sequences: list[int] = []
     queries: list[int] = []
     lengths: list[int] = []
-    for s, (T, length, generating) in enumerate(zip(view.queries, view.lengths, view.generating, strict=True)):
-        sequences += [s] * T if generating else [s]
-        queries += [1] * T if generating else [T]
-        if generating and view.tree_Tn is None:
+    for s, (T, length, flag) in enumerate(zip(view.queries, view.lengths, generating, strict=True)):
+        sequences += [s] * T if flag else [s]
+        queries += [1] * T if flag else [T]
+        if flag and view.tree_Tn is None:
             lengths += range(length - T + 1, length + 1)
         else:
-            lengths += [length] * (T if generating else 1)
+            lengths += [length] * (T if flag else 1)
     device = view.slots_N.device
     sequences_R = on_device(sequences, torch.int64, device)
     return dataclasses.replace(
@@ -167,7 +169,7 @@ def query_token_view(view: CacheView) -> CacheView:
         seq_lens_S=on_device(lengths, torch.int32, device), first_S=view.first_S.index_select(0, sequences_R),
         query_start_S1=on_device([0, *itertools.accumulate(queries)], torch.int32, device), runs=(),
         max_query=max(queries), queries=tuple(queries), lengths=tuple(lengths),
-        generating=tuple(view.generating[s] for s in sequences),
+        generating=tuple(generating[s] for s in sequences),
     )  # fmt: skip
 
 
