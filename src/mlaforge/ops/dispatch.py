@@ -6,7 +6,7 @@ for one op, and `check`, which also runs the reference and compares (it synchron
 
 A call of an op selects by its inputs. `Op.bind` selects a compiled kernel once, for layers whose inputs differ only in
 their number of tokens: a decoding step calls an op 300 times, and a selection takes as long as a small kernel. Bound
-ops follow $MLAFORGE_OPS as of the last `refresh`, which the engine calls before every step.
+ops follow $MLAFORGE_OPS as of the last `refresh`, which every step calls (engine/execution/attention.py).
 """
 
 from __future__ import annotations

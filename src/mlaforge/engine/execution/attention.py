@@ -26,6 +26,7 @@ from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import rotate
 from mlaforge.ops.attention_mass import attention_with_mass, last_query_row, probe_attention_mass
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.dispatch import refresh
 from mlaforge.ops.host_view import host_view
 from mlaforge.ops.latent_attention import LATENT, LATENT_ROPE, LatentWeights
 from mlaforge.ops.packed_attention import OP as PACKED_ATTENTION
@@ -63,6 +64,8 @@ class Step:
 
     @classmethod
     def make(cls, batch: Batch, rotary_embedding: RotaryEmbedding) -> Step:
+        """Begin a step; bound ops follow $MLAFORGE_OPS as it is now."""
+        refresh()
         rotation_N1P = rotary_embedding(batch.positions_N, max(view.max_seq_len for view in batch.views))
         return cls(batch, rotation_N1P, rotary_embedding.dtype)
 

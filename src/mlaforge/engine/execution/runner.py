@@ -13,7 +13,6 @@ from mlaforge.engine.execution.mlp import Mxfp4Mixture
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
-from mlaforge.ops.dispatch import refresh
 from mlaforge.runtime import ops_choice
 
 
@@ -42,7 +41,6 @@ class Runner:
 
     def eager(self, batch: Batch) -> Tensor:
         """Return hidden states [N, C], without a graph."""
-        refresh()
         return self.model.hidden(batch.token_ids_N, Step.make(batch, self.rotary_embedding))
 
     def capturable(self, batch: Batch) -> bool:
