@@ -108,7 +108,7 @@ def everything(monkeypatch):
     seen, call = [], Indexer.__call__
 
     def counts(self, view, topk):
-        return host_view(view).visible_lengths if any(view.generating) else None
+        return host_view(view).visible_lengths if any(view.selecting) else None
 
     def recorded_call(self, features, q, turn, rows, view, *others):
         selected = call(self, features, q, turn, rows, view, *others)

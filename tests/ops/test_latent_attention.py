@@ -1,5 +1,6 @@
 """Compiled kernels of latent attention, from a layer's projections to its heads' outputs."""
 
+import functools
 import itertools
 
 import pytest
@@ -16,13 +17,27 @@ pytestmark = [
 ]
 
 
+def packed_up(w_uk: Tensor, w_uv: Tensor) -> Tensor:
+    """W_uk [G, D, R] and W_uv [G, V, R] as LatentWeights.w_up."""
+    return torch.cat([pack(w_uk.flatten(0, 1), 32), *(pack(w, 32) for w in w_uv)])
+
+
+# Which sequences of a step are parts of prompts: the first, third, ... or the others.
+PROMPTS = pytest.mark.parametrize("prompts", ["even", "odd"])
+
+
+def prompt_flags(prompts: str, sequences: int) -> list[bool]:
+    return [(s % 2 == 0) == (prompts == "even") for s in range(sequences)]
+
+
+@PROMPTS
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
 @pytest.mark.parametrize(("heads", "kv_heads", "rank", "rope"), [(9, 3, 128, 64), (4, 2, 40, 8), (16, 1, 66, 32)])
 @pytest.mark.parametrize(
     "sequences", [[(1, 1), (70, 1), (300, 1)], [(300, 4), (5, 5), (9, 1)], [(40, 40), (300, 200)]], ids=str
 )
-def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, compiled):
+def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, prompts, compiled):
     """Compare with absorbed attention by its definition, in fp32."""
     H, G, D, V, R, E = heads, kv_heads, 16, 24, rank, rope
     step = make_step(Shape(H, 1, R + E, R, aliased=True), sequences, 16, window, dtype=torch.bfloat16)
@@ -43,9 +58,9 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, comp
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
     out = compiled.latent_rope(
-        qkv, turn, index, torch.stack([pack(w.T) for w in w_uk]), torch.stack([pack(w) for w in w_uv]), b_k, b_v,
+        qkv, turn, index, torch.stack([pack(w.T) for w in w_uk]), packed_up(w_uk, w_uv), b_k, b_v,
         sink_H if sinks else None, rows, None, [0], view.slots_N, view.block_table_SB, view.seq_lens_S, view.first_S,
-        view.query_start_S1, view.block_size, view.window or 0, 0.3, None,
+        view.query_start_S1, view.block_size, view.window or 0, prompt_flags(prompts, len(sequences)), 0.3, None,
     )  # fmt: skip
     q, row = qkv.float().split([H * (D + E), R + E], dim=1)
     wanted_rows = torch.cat((row[:, :R], turned(row[:, None, R:])[:, 0]), dim=1)
@@ -68,7 +83,8 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, comp
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rank"), [(9, 3, 64, 310), (4, 2, 24, 66)])
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, window, compiled):
-    """A token's result is bitwise equal decoded or in a prompt, alone or with others, with any shared blocks."""
+    """A token's result in its form, that of prompts or that of generated tokens, is bitwise equal for any chunk, alone or
+    with others of both forms, with any shared blocks."""
     H, G, D, V, R, L = heads, kv_heads, dim, 16, rank, 704
     generator, columns = torch.Generator().manual_seed(1), L // block_size
 
@@ -78,10 +94,10 @@ def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, wi
     queries, angles, rows = normal(L, H * D).bfloat16(), normal(L, D // 2), normal(8 * L, R).bfloat16()
     blocks = torch.randperm(8 * columns, generator=generator).to(torch.int32).view(8, columns)
     norm = (normal(D).bfloat16(), normal(D).bfloat16()) if norms else (None, None)
-    w_uk, w_uv = pack(normal(G * D, R) / 8, 32), torch.stack([pack(normal(V, R)) for _ in range(G)])
+    w_up = packed_up(normal(G, D, R) / 8, normal(G, V, R))
     biases = normal(G * D).bfloat16(), normal(G, V)
 
-    def attended(*sequences: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
+    def attended(prompts: list[bool], *sequences: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
         """Run sequences (text, length, T, blocks shared with the first text); returns the last T tokens of each."""
         table = torch.stack(
             [torch.cat((blocks[0, :shared], blocks[text, shared:])) for text, _, _, shared in sequences]
@@ -98,26 +114,32 @@ def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, wi
         numbers = (torch.tensor(x, dtype=torch.int32) for x in (lengths, first, [0, *itertools.accumulate(queried)]))
         qkv = torch.cat((queries[torch.cat(tokens)], rows[slots]), dim=1)
         out = compiled.latent(
-            qkv, angles.cos(), angles.sin(), w_uk, w_uv, *biases, *norm, 1e-5, None, rows, None, [0], slots, table,
-            *numbers, block_size, window or 0, 0.05, None,
+            qkv, angles.cos(), angles.sin(), w_up, *biases, *norm, 1e-5, None, rows, None, [0], slots, table,
+            *numbers, block_size, window or 0, prompts, 0.05, None,
         )  # fmt: skip
         assert out.isfinite().all()
         return out.split(queried)
 
-    (prompt,) = attended((0, L, L, 0))
-    for length in (1, 33, 256, 300, 700):
-        assert torch.equal(attended((0, length, 1, 0))[0], prompt[length - 1 : length])
+    @functools.cache
+    def whole(prompt: bool, text: int, shared: int) -> Tensor:
+        return attended([prompt], (text, L, L, shared))[0]
+
+    for prompt, length in itertools.product((True, False), (1, 33, 256, 300, 700)):
+        assert torch.equal(attended([prompt], (0, length, 1, 0))[0], whole(prompt, 0, 0)[length - 1 : length])
     steps = [
         [(0, 700, 1, 0), (1, 690, 2, 0), (2, 300, 1, 0), (3, 64, 1, 0)],
         [(0, 700, 1, 0), (1, 690, 2, 40), (2, 700, 1, 20), (3, 64, 1, 2), (4, 300, 1, 1), (5, 700, 1, 5)],
         [(0, 640, 40, 0), (1, 700, 1, 70), (2, 690, 30, 30), (3, 650, 30, 9), (4, 300, 100, 2), (5, 300, 3, 0)],
     ]
-    for sequences in steps:
-        for (text, length, T, shared), actual in zip(sequences, attended(*sequences), strict=True):
-            (alone,) = attended((text, length, length, shared))
-            assert torch.equal(actual, alone[length - T :])
+    for sequences, kind in itertools.product(steps, ("even", "odd")):
+        prompts = prompt_flags(kind, len(sequences))
+        for (text, length, T, shared), prompt, actual in zip(
+            sequences, prompts, attended(prompts, *sequences), strict=True
+        ):
+            assert torch.equal(actual, whole(prompt, text, shared)[length - T : length])
 
 
+@PROMPTS
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("norms", [False, True], ids=["bare", "norms"])
 @pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
@@ -125,7 +147,7 @@ def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, wi
 @pytest.mark.parametrize(
     "sequences", [[(1, 1), (70, 1), (300, 1)], [(300, 4), (5, 5), (9, 1)], [(40, 40), (5000, 20), (300, 200)]], ids=str
 )
-def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks, compiled):
+def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks, prompts, compiled):
     """Compare with attention over decompressed keys by its definition."""
     H, G, D, V, R = heads, kv_heads, 16, 24, rank
     step = make_step(Shape(H, 1, R, R, aliased=True), sequences, 16, window, dtype=torch.bfloat16)
@@ -148,10 +170,9 @@ def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks, compiled
     b_k = b_k.bfloat16()
     rows = step.k[:, 0].contiguous()
     out = compiled.latent(
-        qkv, angles.cos(), angles.sin(), pack(w_uk.flatten(0, 1), 32), torch.stack([pack(w) for w in w_uv]),
-        b_k.flatten(), b_v, q_norm, k_norm, 1e-5, sink_H if sinks else None, rows, None, [0], view.slots_N,
-        view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size, view.window or 0,
-        0.3, None,
+        qkv, angles.cos(), angles.sin(), packed_up(w_uk, w_uv), b_k.flatten(), b_v, q_norm, k_norm, 1e-5,
+        sink_H if sinks else None, rows, None, [0], view.slots_N, view.block_table_SB, view.seq_lens_S, view.first_S,
+        view.query_start_S1, view.block_size, view.window or 0, prompt_flags(prompts, len(sequences)), 0.3, None,
     )  # fmt: skip
     q, c = qkv.float().split([H * D, R], dim=1)
     assert torch.equal(rows[view.slots_N].float(), c)

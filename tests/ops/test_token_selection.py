@@ -39,6 +39,7 @@ def make_view(lengths, queries, block_size=16, seed=0):
         table, torch.tensor(lengths, dtype=torch.int32), torch.zeros(len(lengths), dtype=torch.int32), starts,
         torch.tensor(slots), block_size, max(queries), max(lengths), queries=tuple(queries),
         runs=tuple(((0, length),) for length in lengths), generating=(True,) * len(lengths),
+        selecting=(True,) * len(lengths),
         lengths=tuple(lengths),
     )  # fmt: skip
     return view, len(blocks) * block_size
@@ -231,17 +232,17 @@ def test_a_view_of_selected_tokens():
 def test_a_view_of_query_tokens():
     """Generated tokens become sequences that end with them; prompts stay whole."""
     view, _ = make_view([50, 20, 90], [1, 7, 3])
-    view = dataclasses.replace(view, generating=(True, False, True))
+    view = dataclasses.replace(view, generating=(True,) * 3, selecting=(True, False, True))
     tokens = query_token_view(view)
     assert (
         tokens.lengths == (50, 20, 88, 89, 90) == tuple(tokens.seq_lens_S.tolist()) == host_view(tokens).visible_lengths
     )
     assert tokens.queries == (1, 7, 1, 1, 1) and tokens.query_start_S1.tolist() == [0, 1, 8, 9, 10, 11]
-    assert tokens.generating == (True, False, True, True, True) and tokens.max_query == 7
+    assert tokens.selecting == (True, False, True, True, True) and tokens.max_query == 7
     assert torch.equal(tokens.block_table_SB, view.block_table_SB[[0, 1, 2, 2, 2]])
     assert torch.equal(tokens.slots_N, view.slots_N)
-    for generating in ((False,) * 3, (True, False, False), ()):
-        unchanged = dataclasses.replace(view, generating=generating)
+    for selecting in ((False,) * 3, (True, False, False), ()):
+        unchanged = dataclasses.replace(view, selecting=selecting)
         assert query_token_view(unchanged) is unchanged
 
 

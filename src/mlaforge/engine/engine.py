@@ -105,7 +105,9 @@ class Engine:
         self.runner = Runner(self.model, self.cache.scratch, config.max_num_seqs)
         self.step_bytes = self._step_bytes(self.model)
         self._source, self._runners = source, {self.model.format: (self.model, self.runner)}
-        self.scheduler = Scheduler(self.tables, config.max_num_seqs, step_tokens, replays=is_sparse(source.config))
+        # Sparse and latent layers compute prompt tokens and generated ones in different forms.
+        replays = is_sparse(source.config) or any(layer.kind != "gqa" for layer in layers)
+        self.scheduler = Scheduler(self.tables, config.max_num_seqs, step_tokens, replays)
         self.sampler = Sampler()
         self.grammars = Grammars(self.tokenizer, self.eos_token_ids)
         self.speculation: Speculation | None = None

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from mlaforge.engine.cache.block_tables import BlockTables, Copy
 from mlaforge.engine.request.sequence import Sequence
 
-# Most generated tokens that a step recomputes of a sequence where each has a selection of its own, which takes memory.
+# Most generated tokens that a step recomputes of a sequence where they are computed in another form than prompts: the
+# form of few query tokens, in sparse layers with a selection for each, which takes memory.
 REPLAYED_TOKENS = 32
 
 
@@ -31,7 +32,7 @@ class SchedulerOutput:
 class Scheduler:
     """The queues of waiting and running sequences; a sequence leaves by `finish`. `preemptions` counts since the start.
 
-    `replays`: recompute generated tokens apart from the prompt and as such, because the model reads them differently.
+    `replays`: recompute generated tokens apart from the prompt, because the model computes them in another form.
     """
 
     def __init__(self, tables: BlockTables, max_num_seqs: int, max_num_batched_tokens: int, replays: bool = False):

@@ -67,10 +67,11 @@ def parts(proposal: Proposal) -> list[Part]:
 
 def _chunk(sequence: Sequence, draft: Draft | None, upto: int) -> Chunk:
     """The tokens up to position `upto` that a step computes of a sequence, with its draft."""
-    if draft is None:
-        return Chunk(sequence.number, sequence.token_ids, sequence.computed, upto, generating=sequence.generating)
-    tokens = sequence.token_ids + draft.token_ids
-    return Chunk(sequence.number, tokens, sequence.computed, upto, draft.tree, sequence.generating)
+    tokens, tree = sequence.token_ids, None
+    if draft is not None:
+        tokens, tree = tokens + draft.token_ids, draft.tree
+    dense = sequence.request.params.dense
+    return Chunk(sequence.number, tokens, sequence.computed, upto, tree, sequence.generating, dense)
 
 
 @dataclasses.dataclass(frozen=True)

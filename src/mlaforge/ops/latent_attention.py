@@ -30,16 +30,17 @@ from mlaforge.ops.paged_rows import PagedRows, native_rows, native_supports, wri
 class LatentWeights:
     """Weights of a layer in the layout of the kernels.
 
-    w_uk        `latent`: [G D, R], packed with inputs padded to 32; `latent_rope`: [G] of [R, D], stacked and packed
-    w_uv        [G] of [V, R], stacked and packed
+    w_up        W_uk of all KV heads [G D, R], packed with outputs padded to 16, then W_uv [V, R], padded per KV head;
+                inputs padded to 32
+    w_uk        `latent_rope`: [G] of [R, D], stacked and packed, which multiplies queries; None in `latent`
     b_k, b_v    `latent`: bf16 [G D], fp32 [G, V]; `latent_rope`: fp32 [G, D] and [G, V]
     sinks       fp32 [H], or None
     rope_index  `latent_rope`: the model's frequency of each rotary pair, int64 [E / 2]; None in `latent`
     q_norm      bf16 [D], or None; so is k_norm; `eps` is theirs
     """
 
-    w_uk: Tensor
-    w_uv: Tensor
+    w_up: Tensor
+    w_uk: Tensor | None
     b_k: Tensor
     b_v: Tensor
     sinks: Tensor | None
@@ -54,19 +55,24 @@ class LatentWeights:
         if attention.rank % 2 or attention.nope_dim % 2 or attention.v_dim > 256:
             return None
         w_uk, w_uv, b_k, b_v = attention.up_projections()
-        packed_w_uv = torch.stack([pack(weight) for weight in w_uv])
+        w_up = torch.cat([pack(w_uk.flatten(0, 1), 32), *(pack(weight, 32) for weight in w_uv)])
         sinks = attention.sinks.detach().float() if attention.config.mla_sinks else None
         if attention.rope_dim:
-            # Multiplies the queries, head by head.
             packed_w_uk = torch.stack([pack(weight.T) for weight in w_uk])
             b_k, b_v = b_k.float().contiguous(), b_v.float().contiguous()
-            return cls(packed_w_uk, packed_w_uv, b_k, b_v, sinks, attention.rope_index)
-        # Multiplies the cached rows, which the kernel pads to full tiles.
-        packed_w_uk, b_k = pack(w_uk.flatten(0, 1), 32), b_k.flatten().bfloat16()
+            return cls(w_up, packed_w_uk, b_k, b_v, sinks, attention.rope_index)
+        b_k = b_k.flatten().bfloat16()
         norms: list[Any] = [attention.q_norm, attention.k_norm] if attention.qk_norm else []
         q_norm, k_norm = [norm.weight.detach().bfloat16() for norm in norms] or [None, None]
         eps = norms[0].eps if norms else 0.0
-        return cls(packed_w_uk, packed_w_uv, b_k, b_v.float().contiguous(), sinks, None, q_norm, k_norm, eps)
+        return cls(w_up, None, b_k, b_v.float().contiguous(), sinks, None, q_norm, k_norm, eps)
+
+    def up_projections(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return W_uk [G D, rank] and W_uv [G, V, rank] in fp32."""
+        GD, (G, V) = self.b_k.numel(), self.b_v.shape
+        blocks = -(-GD // 16)
+        w_uk, w_uv = unpack(self.w_up[:blocks]), unpack(self.w_up[blocks:]).view(G, -1, 2 * self.w_up.shape[1])
+        return w_uk[:GD, :rank], w_uv[:, :V, :rank]
 
 
 def latent_reference(
@@ -78,7 +84,7 @@ def latent_reference(
     q_kv_NX: [q (H D), c (R)]; cos_LP, sin_LP: rotations of positions 0, 1, .... Returns [N, H V] in the input's dtype.
     """
     R, G, D = rows.format.width, len(weights.b_v), 2 * cos_LP.shape[1]
-    w_uk = unpack(weights.w_uk)[: G * D, :R]
+    w_uk, _ = weights.up_projections(R)
     q_NHD = q_kv_NX[:, :-R].float().unflatten(1, (-1, D))
     if weights.q_norm is not None:
         q_NHD = F.rms_norm(q_NHD, (D,), weights.q_norm.float(), weights.eps)
@@ -110,9 +116,9 @@ def latent_rope_reference(
     q_NHX = q_kv_NX[:, :-W].float().unflatten(1, (-1, D + E))
     q_NHE, k_N1E = (_rotate(x.float(), rotation) for x in (q_NHX[..., D:], q_kv_NX[:, None, -E:]))
     rows.write(view.slots_N, torch.cat((q_kv_NX[:, -W:-E], k_N1E[:, 0].to(q_kv_NX.dtype)), dim=1))
-    w_uk_GRD = torch.stack([unpack(weight) for weight in weights.w_uk])[:, :R, :D]
+    w_uk_GDR = weights.up_projections(R)[0].unflatten(0, (G, D))
     q_NGJD = q_NHX[..., :D].unflatten(1, (G, -1))
-    q_NHR = torch.einsum("ngjd,grd->ngjr", q_NGJD, w_uk_GRD).flatten(1, 2)
+    q_NHR = torch.einsum("ngjd,gdr->ngjr", q_NGJD, w_uk_GDR).flatten(1, 2)
     shift_NH = torch.einsum("ngjd,gd->ngj", q_NGJD, weights.b_k).flatten(1) * scale
     outs, first = [], 0
     for q_HTW, row_LW, mask_TL, _ in _sequences(torch.cat((q_NHR, q_NHE), dim=-1), rows, view):
@@ -141,7 +147,7 @@ def _absorbed_values(logits_HTL: Tensor, mask_TL: Tensor | None, c_LR: Tensor, w
         logits_HTL = logits_HTL.masked_fill(~mask_TL, -torch.inf)
     lse_HT = logits_HTL.logsumexp(-1)
     c_GXR = ((logits_HTL - lse_HT[..., None]).exp() @ c_LR).reshape(G, -1, c_LR.shape[1])
-    w_uv_GVR = torch.stack([unpack(weight) for weight in weights.w_uv])[:, :V, : c_LR.shape[1]]
+    _, w_uv_GVR = weights.up_projections(c_LR.shape[1])
     out_HTV = (c_GXR @ w_uv_GVR.mT + weights.b_v[:, None]).view(*lse_HT.shape, V)
     if weights.sinks is not None:
         out_HTV = out_HTV * sink_share(lse_HT, weights.sinks)[..., None]
@@ -156,7 +162,7 @@ def _rotate(x_NHE: Tensor, rotation_N1P: Tensor) -> Tensor:
 def _step(weights: LatentWeights, rows: PagedRows, view: CacheView, scale: float) -> tuple[Any, ...]:
     """The arguments that both kernels have in common."""
     table = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size)
-    return weights.sinks, *native_rows(rows), view.slots_N, *table, view.window or 0, scale, view.tree_Tn
+    return weights.sinks, *native_rows(rows), view.slots_N, *table, view.window or 0, view.prompts, scale, view.tree_Tn
 
 
 def _latent_native(
@@ -166,7 +172,7 @@ def _latent_native(
     w, keys = weights, rows.decompressed_keys
     cached_keys = () if keys is None else (keys.keys, keys.metadata)
     out: Tensor = kernel("latent")(
-        q_kv_NX, cos_LP, sin_LP, w.w_uk, w.w_uv, w.b_k, w.b_v, w.q_norm, w.k_norm, w.eps,
+        q_kv_NX, cos_LP, sin_LP, w.w_up, w.b_k, w.b_v, w.q_norm, w.k_norm, w.eps,
         *_step(w, rows, view, scale), view.positions_SK, *cached_keys,
     )  # fmt: skip
     return out
@@ -177,7 +183,7 @@ def _latent_rope_native(
 ) -> Tensor:
     w = weights
     out: Tensor = kernel("latent_rope")(
-        q_kv_NX, rotation_N1P, w.rope_index, w.w_uk, w.w_uv, w.b_k, w.b_v, *_step(w, rows, view, scale)
+        q_kv_NX, rotation_N1P, w.rope_index, w.w_uk, w.w_up, w.b_k, w.b_v, *_step(w, rows, view, scale)
     )
     return out
 
@@ -200,8 +206,8 @@ def _observe(inputs: Sequence[Any], outputs: Tensor) -> Sequence[Tensor]:
     return outputs, written_rows(rows, view.slots_N)
 
 
-# The kernel rounds decompressed keys to bf16.
+# The kernels round decompressed keys and values to bf16.
 LATENT = Op("latent", latent_reference, mutates=(4,), observe=_observe, tolerance=(3e-2, 3e-2))
 LATENT.register_native(_latent_supports, _latent_native)
-LATENT_ROPE = Op("latent_rope", latent_rope_reference, mutates=(3,), observe=_observe)
+LATENT_ROPE = Op("latent_rope", latent_rope_reference, mutates=(3,), observe=_observe, tolerance=(3e-2, 3e-2))
 LATENT_ROPE.register_native(_latent_rope_supports, _latent_rope_native)

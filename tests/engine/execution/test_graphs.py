@@ -102,7 +102,7 @@ def batch_of(*parts: tuple[int, int], windows: tuple[int | None, ...] = (None, 6
             assert tables.reserve(seq, upto) is not None
             if upto < stop:
                 tables.commit(seq, ids, upto)
-        chunks.append(Chunk(seq, ids, stop - count, stop))
+        chunks.append(Chunk(seq, ids, stop - count, stop, generating=True))
     return make_batch(chunks, tables, CPU)
 
 
@@ -179,7 +179,8 @@ def test_padded_step_equals_the_step(models, name, op, monkeypatch):
         before = [rows.clone() for rows in cache.tensors]
         want_NC = eager(batch)
         bucket = Bucket.of(batch, engine.config.max_num_seqs)
-        if bucket is None:
+        # Latent layers compute prompts one by one, from host numbers, so that these steps are not captured.
+        if bucket is None or (bucket.prompts and name == "latent_rope"):
             return want_NC
         met.add((bucket.queries, bucket.sequences > len(batch.last_S)))
         wrote = [rows.clone() for rows in cache.tensors]
@@ -202,7 +203,7 @@ def test_padded_step_equals_the_step(models, name, op, monkeypatch):
         tokens(engine, prompts_of(*[5] * 6), 9)
         tokens(engine, prompts_of(*range(20, 38, 3)), 9)
     # One query token per sequence and several, with padding rows.
-    assert met >= {(1, True), (5, True)}
+    assert met >= {(1, True)} | ({(5, True)} if name != "latent_rope" else set())
 
 
 @pytest.mark.parametrize("name", ["llama", "packed", "latent_rope", "latent"])

@@ -41,23 +41,25 @@ Span = tuple[int, int, int]
 
 def make_views(
     spans: Sequence[Span], tables: Tables, device: torch.device, groups: Sequence[int] | None = None,
-    tree: list[list[int]] | None = None, generating: Sequence[bool] = (),
+    tree: list[list[int]] | None = None, generating: Sequence[bool] = (), selecting: Sequence[bool] = (),
 ) -> tuple[CacheView, ...]:  # fmt: skip
     """Return the view of every cache group, or of those in `groups`. `tree` is CacheView.tree_Tn, for a single span;
-    `generating` is CacheView's."""
+    `generating` and `selecting` are CacheView's."""
     assert tree is None or len(spans) == 1
     tree_Tn = None if tree is None else on_device(tree, torch.int32, device)
-    shared = _shared(spans, tables, device) | {"generating": tuple(generating)}
+    flags = {"generating": tuple(generating), "selecting": tuple(selecting)}
+    shared = _shared(spans, tables, device)
     views = []
     for group in groups or range(len(tables.groups)):
         if tables.groups[group].newest_unquantized:
             assert tree is None, "queries of one block see different blocks before it"
+            # Grouped-query layers without an index, which compute all tokens in one form.
             by_block = _split_by_block(spans, tables.block_size)
             packs = _packs(spans, tables, group)
             packs_2K = on_device(packs, torch.int64, device).T.contiguous() if packs else None
             views.append(_view(group, by_block, tables, device, packs_2K=packs_2K, **_shared(by_block, tables, device)))
         else:
-            views.append(_view(group, spans, tables, device, tree_Tn=tree_Tn, **shared))
+            views.append(_view(group, spans, tables, device, tree_Tn=tree_Tn, **flags, **shared))
     return tuple(views)
 
 
@@ -143,19 +145,18 @@ def _host_table(tables: Sequence[Sequence[int]], device: torch.device) -> torch.
 
 
 def query_token_view(view: CacheView) -> CacheView:
-    """Return the view in which each generated query token is a sequence that ends with it, as when it is decoded alone;
-    `view` itself if that is the case. Prompts stay whole. Nodes of a tree keep all of its rows, and `tree_Tn`.
+    """Return the view in which each query token with a selection is a sequence that ends with it, as when it is decoded
+    alone; `view` itself if that is the case. Other sequences stay whole. Nodes of a tree keep all of its rows, and `tree_Tn`.
 
     For token selection (execution/indexer.py). The view must be without a window.
     """
-    # No flags: nothing was generated.
-    generating = view.generating or (False,) * len(view.queries)
-    if not any(T > 1 and flag for T, flag in zip(view.queries, generating, strict=True)):
+    selecting = view.selecting or (False,) * len(view.queries)
+    if not any(T > 1 and flag for T, flag in zip(view.queries, selecting, strict=True)):
         return view
     sequences: list[int] = []
     queries: list[int] = []
     lengths: list[int] = []
-    for s, (T, length, flag) in enumerate(zip(view.queries, view.lengths, generating, strict=True)):
+    for s, (T, length, flag) in enumerate(zip(view.queries, view.lengths, selecting, strict=True)):
         sequences += [s] * T if flag else [s]
         queries += [1] * T if flag else [T]
         if flag and view.tree_Tn is None:
@@ -169,7 +170,7 @@ def query_token_view(view: CacheView) -> CacheView:
         seq_lens_S=on_device(lengths, torch.int32, device), first_S=view.first_S.index_select(0, sequences_R),
         query_start_S1=on_device([0, *itertools.accumulate(queries)], torch.int32, device), runs=(),
         max_query=max(queries), queries=tuple(queries), lengths=tuple(lengths),
-        generating=tuple(generating[s] for s in sequences),
+        generating=tuple(view.generating[s] for s in sequences), selecting=tuple(selecting[s] for s in sequences),
     )  # fmt: skip
 
 

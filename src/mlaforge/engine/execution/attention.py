@@ -214,7 +214,7 @@ class PagedLatentAttention:
         if probe is not None:
             probe.layers.append(self._attention_mass(q, step, view, probe.sequences))
         q_NHD = q_NHD.to(latent.kv_b_proj.weight.dtype)
-        if self._absorbs(view):
+        if latent.rope_dim and not any(view.prompts):
             out_NHV = self._absorbed(q_NHD, view)
         else:
             out_NHV = self._by_sequence(q_NHD, view)
@@ -265,12 +265,9 @@ class PagedLatentAttention:
         q_NHD = latent.q_norm(q_NX.to(wide).unflatten(1, (latent.num_heads, -1)))
         return latent.index_features(row_NW.to(wide)).to(row_NW.dtype), q_NHD.flatten(1).to(q_NX.dtype)
 
-    def _absorbs(self, view: CacheView) -> bool:
-        return bool(self.latent.rope_dim) and self.latent.cheaper_absorbed(view.max_query)
-
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can capture a step of this layer. It cannot where sequences are computed one by one."""
-        if not (self._absorbs(view) and self.rows.direct and self.sparse is None):
+        if any(view.prompts) or not (self.latent.rope_dim and self.rows.direct and self.sparse is None):
             return False
         rows_L1W = self.rows.packed[:, None]
         q_NHW = rows_L1W.new_empty(0, self.latent.num_heads, rows_L1W.shape[2], dtype=self.rows.dtype)
@@ -288,12 +285,12 @@ class PagedLatentAttention:
         return lifted[0].transpose(0, 1)
 
     def _by_sequence(self, q_NHD: Tensor, view: CacheView) -> Tensor:
-        """Expanded form: decompress keys, one sequence after another. Positions count from the first row that is
-        read."""
+        """One sequence after another: prompts in the expanded form, others in the absorbed one. Positions count from
+        the first row that is read."""
         latent = self.latent
         rows_LW, view = self.rows.decode(view)
         outs = []
-        for index, T in enumerate(view.queries):
+        for index, (T, prompt) in enumerate(zip(view.queries, view.prompts, strict=True)):
             rows_1LW, mask = host_view(view).sequence(index, rows_LW)
             q_1HTD = q_NHD.narrow(0, sum(view.queries[:index]), T).transpose(0, 1)[None]
             L = rows_1LW.shape[1]
@@ -302,7 +299,7 @@ class PagedLatentAttention:
                 cos, sin = latent.table(view.max_seq_len, q_1HTD)
                 last = slice(L - T, L) if positions_L is None else positions_L[L - T :]
                 q_1HTD = rotate(q_1HTD, cos[:, last], sin[:, last])
-            form = latent.absorbed if latent.cheaper_absorbed(T) else latent.expanded
+            form = latent.expanded if prompt else latent.absorbed
             outs.append(form(q_1HTD, rows_1LW.to(q_1HTD.dtype), mask, positions_L)[0].transpose(0, 1))
         return torch.cat(outs)
 

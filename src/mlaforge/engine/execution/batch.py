@@ -23,6 +23,7 @@ class Chunk:
     tree        with it, the last rows up to `stop` are a tree of drafted tokens; it has a row per token, as in
                 CacheView.tree_Tn, and the chunk is the only one of its step
     generating  whether the tokens were generated, as opposed to prompt tokens
+    dense       whether generated tokens read everything where the model is sparse
     """
 
     seq: int
@@ -31,6 +32,7 @@ class Chunk:
     stop: int
     tree: list[list[int]] | None = None
     generating: bool = False
+    dense: bool = False
 
     @property
     def positions(self) -> Iterable[int]:
@@ -100,5 +102,6 @@ def make_batch(
             groups,
             tree,
             [chunk.generating for chunk in chunks],
+            [chunk.generating and not chunk.dense for chunk in chunks],
         ),
     )

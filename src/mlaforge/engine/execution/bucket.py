@@ -34,25 +34,26 @@ def bucket_of(sequences: int, max_sequences: int) -> int:
 @dataclasses.dataclass(frozen=True)
 class Bucket:
     """All host numbers that the launches of a uniform step depend on: S, T, the length that its lengths are rounded up
-    to, and the columns of the block table of every cache group."""
+    to, the columns of the block table of every cache group, and whether its tokens are parts of prompts."""
 
     sequences: int
     queries: int
     longest: int
     columns: tuple[int, ...]
+    prompts: bool = False
 
     @classmethod
     def of(cls, batch: Batch, max_sequences: int) -> Bucket | None:
-        """Return the bucket of a batch. None where it has more than `max_sequences` sequences, different numbers of
-        query tokens per sequence, too many of these, or a tree."""
-        queries = batch.views[0].queries
-        if batch.views[0].tree_Tn is not None:
+        """Return the bucket of a batch. None where it has more than `max_sequences` sequences, prompts beside other
+        sequences, different numbers of query tokens per sequence, too many of these, or a tree."""
+        queries, prompts = batch.views[0].queries, batch.views[0].prompts
+        if batch.views[0].tree_Tn is not None or len(set(prompts)) > 1:
             return None
         if len(queries) > max_sequences or queries[0] > MAX_QUERIES or len(set(queries)) > 1:
             return None
         longest = max(MIN_LENGTH, 1 << (batch.views[0].max_seq_len - 1).bit_length())
         columns = tuple(_columns(view, longest) for view in batch.views)
-        return cls(bucket_of(len(queries), max_sequences), queries[0], longest, columns)
+        return cls(bucket_of(len(queries), max_sequences), queries[0], longest, columns, prompts[0])
 
 
 def _columns(view: CacheView, longest: int) -> int:
@@ -77,6 +78,8 @@ def blank(bucket: Bucket, like: Batch) -> Batch:
         # Host numbers of the sequences, which a captured step must not need.
         "runs": (),
         "lengths": (),
+        "generating": (not bucket.prompts,) * S,
+        "selecting": (not bucket.prompts,) * S,
     }
     views = tuple(
         dataclasses.replace(

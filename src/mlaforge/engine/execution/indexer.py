@@ -51,8 +51,8 @@ class Selections:
         if topk not in self._counts:
             lengths = host_view(view).visible_lengths
             counts = tuple(
-                min(length, topk) if sparse else length for length, sparse in zip(lengths, view.generating, strict=True)
-            ) if any(view.generating) else lengths  # fmt: skip
+                min(length, topk) if sparse else length for length, sparse in zip(lengths, view.selecting, strict=True)
+            ) if any(view.selecting) else lengths  # fmt: skip
             self._counts[topk] = None if counts == lengths else counts
         return self._counts[topk]
 

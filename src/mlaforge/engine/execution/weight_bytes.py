@@ -18,16 +18,20 @@ def weight_bytes(module: nn.Module, format: str, device: torch.device) -> int:
     """
     dtype = QUANTIZED.get(format) or getattr(torch, format)
     on_cpu = device.type == "cpu"
-    total = 0
-    for name, tensor in module.state_dict().items():
+    state, total = module.state_dict(), 0
+    for name, tensor in state.items():
         shape, plain = tensor.shape, tensor.numel() * dtype.itemsize
         if not tensor.is_floating_point():
             total += tensor.numel() * tensor.element_size()
         elif tensor.ndim < 2 or name.endswith(("embed_tokens.weight", "router.weight")) or not on_cpu:
             total += plain
         elif name.endswith("kv_b_proj.weight"):
-            # In fp32 for the operations without a kernel, and packed in bf16 for those with one.
-            total += tensor.numel() * (4 + 2 * (dtype == torch.bfloat16))
+            # In fp32 for the operations without a kernel, and packed in bf16 for those with one: latent_rope multiplies
+            # queries by W_uk, and prompts' cached rows too.
+            total += 4 * tensor.numel()
+            if dtype == torch.bfloat16:
+                rotary = name.removesuffix("kv_b_proj.weight") + "rope_index" in state
+                total += 2 * shape[0] * -(-shape[1] // 32) * 32 + rotary * tensor.numel()
         elif name.endswith("lm_head.weight"):
             total += _linear_bytes(shape[0], shape[1], "int8" if format == "int4" else format)
         elif tensor.ndim == 3:

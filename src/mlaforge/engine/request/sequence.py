@@ -104,9 +104,8 @@ class Sequence:
 
     @property
     def generating(self) -> bool:
-        """Whether the next token to compute was generated, now or before a preemption, and may read a selection."""
-        generated = self.prefilled and self.computed >= len(self.request.prompt_ids)
-        return generated and not self.request.params.dense
+        """Whether the next token to compute was generated, now or before a preemption."""
+        return self.prefilled and self.computed >= len(self.request.prompt_ids)
 
     @property
     def decoding(self) -> bool:

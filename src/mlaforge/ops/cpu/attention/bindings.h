@@ -41,28 +41,28 @@ inline at::Tensor attention_mass(const at::Tensor& q, const at::Tensor& rows, Op
   return ::attention_mass(q, kv_heads, {rows, unquantized, format}, View::text(table, lengths, block_size), scale);
 }
 
-inline at::Tensor latent(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& w_uk,
-                         const at::Tensor& w_uv, const at::Tensor& b_k, const at::Tensor& b_v, Optional q_norm,
-                         Optional k_norm, double eps, Optional sinks, const at::Tensor& rows, Optional unquantized,
-                         at::IntArrayRef format, const at::Tensor& slots, const at::Tensor& table,
-                         const at::Tensor& seq_lens, const at::Tensor& first, const at::Tensor& query_start,
-                         int64_t block_size, int64_t window, double scale, Optional tree, Optional positions, Optional keys,
+inline at::Tensor latent(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& w_up,
+                         const at::Tensor& b_k, const at::Tensor& b_v, Optional q_norm, Optional k_norm, double eps,
+                         Optional sinks, const at::Tensor& rows, Optional unquantized, at::IntArrayRef format,
+                         const at::Tensor& slots, const at::Tensor& table, const at::Tensor& seq_lens,
+                         const at::Tensor& first, const at::Tensor& query_start, int64_t block_size, int64_t window,
+                         at::IntArrayRef prompts, double scale, Optional tree, Optional positions, Optional keys,
                          Optional keys_metadata) {
   std::optional<DecompressedKeys> decompressed_keys;
   if (keys) decompressed_keys.emplace(*keys, *keys_metadata);
-  return ::latent(qkv, {cos, sin, positions}, {w_uk, w_uv, b_k, b_v, sinks, q_norm, k_norm, eps},
-                  {rows, unquantized, format}, slots, {table, seq_lens, first, query_start, block_size, window, tree}, scale,
-                  decompressed_keys);
+  return ::latent(qkv, {cos, sin, positions}, {w_up, b_k, b_v, sinks, std::nullopt, q_norm, k_norm, eps},
+                  {rows, unquantized, format}, slots, {table, seq_lens, first, query_start, block_size, window, tree}, prompts,
+                  scale, decompressed_keys);
 }
 
 inline at::Tensor latent_rope(const at::Tensor& qkv, const at::Tensor& rotation, const at::Tensor& rope_index,
-                              const at::Tensor& w_uk, const at::Tensor& w_uv, const at::Tensor& b_k, const at::Tensor& b_v,
+                              const at::Tensor& w_uk, const at::Tensor& w_up, const at::Tensor& b_k, const at::Tensor& b_v,
                               Optional sinks, const at::Tensor& rows, Optional unquantized, at::IntArrayRef format,
                               const at::Tensor& slots, const at::Tensor& table, const at::Tensor& seq_lens,
                               const at::Tensor& first, const at::Tensor& query_start, int64_t block_size, int64_t window,
-                              double scale, Optional tree) {
-  return ::latent_rope(qkv, rotation, rope_index, {w_uk, w_uv, b_k, b_v, sinks}, {rows, unquantized, format}, slots,
-                       {table, seq_lens, first, query_start, block_size, window, tree}, scale);
+                              at::IntArrayRef prompts, double scale, Optional tree) {
+  return ::latent_rope(qkv, rotation, rope_index, {w_up, b_k, b_v, sinks, w_uk}, {rows, unquantized, format}, slots,
+                       {table, seq_lens, first, query_start, block_size, window, tree}, prompts, scale);
 }
 
 }  // namespace ops

@@ -53,20 +53,19 @@ class DecompressedKeys {
         missing.push_back({slot, position});
       }
     }
-    const int64_t width = keys.width(), count = missing.size();
+    const CachedLatents latents{keys.up, cached};
+    const int64_t stride = latents.width(), count = missing.size();
     at::parallel_for(0, (count + UNIT - 1) / UNIT, 1, [&](int64_t begin, int64_t end) {
       Scratch scratch;
-      bf16 *unit_rows = scratch.get<bf16>(UNIT * width), *decoded = scratch.get<bf16>(cached.scratch_elements(UNIT));
+      bf16 *loaded = scratch.get<bf16>(UNIT * stride), *unit_keys = scratch.get<bf16>(UNIT * GD_);
       for (int64_t unit = begin; unit < end; ++unit) {
         const Missing* batch = missing.data() + unit * UNIT;
         const int64_t batch_size = std::min(UNIT, count - unit * UNIT);
         int32_t slots[UNIT], positions[UNIT] = {};
-        const bf16* row[UNIT];
         for (int64_t i = 0; i < batch_size; ++i) slots[i] = batch[i].slot, positions[i] = batch[i].position;
-        cached.stage(slots, batch_size, {ColumnRange{0, keys.R}, ColumnRange{}}, decoded, row);
-        for (int64_t i = 0; i < batch_size; ++i) keys.copy_latent(row[i], unit_rows + i * width);
-        keys.decompress(unit_rows, positions, UNIT);
-        for (int64_t i = 0; i < batch_size; ++i) std::copy_n(unit_rows + i * width, GD_, keys_ + entries_[slots[i]] * GD_);
+        latents.load(slots, batch_size, loaded, stride);
+        keys.decompress(loaded, stride, positions, UNIT, unit_keys, GD_);
+        for (int64_t i = 0; i < batch_size; ++i) std::copy_n(unit_keys + i * GD_, GD_, keys_ + entries_[slots[i]] * GD_);
       }
     });
     return true;
@@ -97,10 +96,9 @@ class DecompressedKeyRows : public RowSource {
   void stage(int64_t position, const int32_t* slots, int64_t count, const bf16** row) override {
     const int64_t GD = cache_.keys.GD, width = cache_.keys.width();
     bf16* rows = rows_ + position % CHUNK * width;
-    int32_t positions[CHUNK];
     for (int64_t t = 0; t < count; ++t) prefetch_bytes(decompressed_keys_.key(slots[t]), 2 * GD);
-    cache_.cached.prefetch(slots, count, {0, cache_.keys.R});
-    cache_.load_latents(position, slots, count, rows, positions);
+    cache_.cached.prefetch(slots, count, {0, cache_.keys.up.R});
+    cache_.load_latents(slots, count, rows);
     for (int64_t t = 0; t < count; ++t) row[t] = std::copy_n(decompressed_keys_.key(slots[t]), GD, rows + t * width) - GD;
   }
 

@@ -1,25 +1,20 @@
 // Multi-head latent attention in the layout `latent`.
 #pragma once
-#include <set>
-
 #include "attention/absorbed_v.h"
 #include "attention/decode.h"
 #include "attention/decompressed_keys.h"
 #include "linear/elementwise.h"
 
-// Prompt rows that are decompressed at a time, unless one sequence has more.
-constexpr int64_t MAX_PROMPT_ROWS = 4096;
-
-// One layer in the layout `latent` (modeling/latent_attention_mla.py, absorbed values), from the fused input projection to
-// the input of o_proj. Takes rows [q (H D), c (R)] and writes c to its slot. The keys of all visible cached rows are
-// decompressed, normed and rotated when they are read (latent_rows.h). Heads attend over c, and the result is multiplied by
-// W_uv. Returns [N, H V].
+// One layer in the layout `latent` (modeling/latent_attention_mla.py), from the fused input projection to the input of
+// o_proj. Takes rows [q (H D), c (R)] and writes c to its slot. Sequences with a nonzero `prompts` are parts of prompts
+// (prompt_attention.h). For others, the keys of all visible cached rows are decompressed, normed and rotated when they are
+// read (latent_rows.h), heads attend over c, and the result is multiplied by W_uv. Returns [N, H V].
 //
 // Limit: 2 R bytes and 2 R G D FLOPs per cached token, once for all query tokens of a sequence and all sequences of a step
 // that share it (R rounded up to tiles of 32), and 2 H (D + R) FLOPs per query token that sees it. For a selection
 // (angles.text_positions) only keys that are not cached are decompressed (decompressed_keys.h).
 inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const LatentWeights& weights, const Rows& rows,
-                         const at::Tensor& slots_N, const View& view, double scale,
+                         const at::Tensor& slots_N, const View& view, at::IntArrayRef prompts, double scale,
                          std::optional<DecompressedKeys> decompressed_keys) {
   const at::Tensor qkv = qkv_NX.contiguous();
   const int64_t N = qkv.size(0), X = qkv.size(1), R = rows.width, D = 2 * angles.pairs;
@@ -41,36 +36,43 @@ inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const L
     for (int64_t i = from * H; i < to * H; ++i) angles.rotate(position_of[i / H], queries + i * D, rotated_q + i * D);
   });
 
-  bool no_prompts = true;
-  for (int64_t s = 0; s < view.sequences(); ++s) no_prompts &= !is_prompt(view, s, H);
-  if (decompressed_keys && !(angles.text_positions && no_prompts && decompressed_keys->decompress_missing(view, keys, rows)))
+  // Sequences whose rows are computed in advance.
+  const auto in_advance = [&](int64_t s) { return prompts[s] || is_prompt(view, s, H); };
+  bool none_in_advance = true;
+  for (int64_t s = 0; s < view.sequences(); ++s) none_in_advance &= !in_advance(s);
+  if (decompressed_keys &&
+      !(angles.text_positions && none_in_advance && decompressed_keys->decompress_missing(view, keys, rows)))
     decompressed_keys.reset();
 
   at::Tensor out = at::empty({N, H * V}, qkv.options());
   bf16* outs = out.mutable_data_ptr<bf16>();
-  const AbsorbedV absorbed_v(weights, G, J, R);
-  for (int64_t s = 0, end; s < view.sequences(); s = end) {
-    std::set<int32_t> prompt_blocks;  // distinct blocks of the prompts
-    for (end = s; end < view.sequences(); ++end) {
-      std::vector<int32_t> new_blocks;
-      if (is_prompt(view, end, H))
-        for (int32_t block : view.blocks(end))
-          if (!prompt_blocks.contains(block)) new_blocks.push_back(block);
-      if (end > s && int64_t(prompt_blocks.size() + new_blocks.size()) * view.block_size > MAX_PROMPT_ROWS) break;
-      prompt_blocks.insert(new_blocks.begin(), new_blocks.end());
+  const AbsorbedV absorbed_v(weights, J, R);
+  const LatentCache cache{keys, rows};
+  for (const StepPart& part : step_parts(view, prompts, in_advance)) {
+    const View part_view = view.part(part.begin, part.end);
+    const float* part_q = rotated_q + view.query(part.begin) * H * D;
+    bf16* part_outs = outs + view.query(part.begin) * H * V;
+    if (part.prompts) {
+      attend_prompts(
+          part_q, H, D, {keys.up, rows}, part_view, float(scale),
+          [&](auto... arguments) { keys.decompress(arguments...); },
+          [&](int64_t n, const float* values, const float* lse) {
+            for (int64_t h = 0; h < H; ++h) absorbed_v.outputs(h, values + h * V, lse, part_outs + n * H * V);
+          });
+      continue;
     }
-    const int64_t base = view.query(s);
-    const Layout row{D, 0, keys.latent_offset()};
-    Attention attention{rotated_q + base * H * D, H, G, D, R, row, Rows(nullptr, keys.width()), view.part(s, end),
-                        float(scale)};
-    const LatentCache cache{keys, rows};
-    const PromptRows prompts(cache, attention);
+    Attention attention{part_q, H, G, D, R, {D, 0, keys.latent_offset()}, Rows(nullptr, keys.width()), part_view, float(scale)};
+    const BlockRows computed(part_view, keys.width(), [&](int64_t s) { return is_prompt(part_view, s, H); },
+                             [&](const int32_t* slots, const int32_t* positions, int64_t count, bf16* to) {
+                               cache.compute(slots, positions, count, count, to);
+                             });
+    attention.decoded = computed.rows, attention.decoded_view = computed.view;
     attention.source = [&]() -> std::unique_ptr<RowSource> {
       if (decompressed_keys) return std::make_unique<DecompressedKeyRows>(cache, *decompressed_keys);
       return std::make_unique<LatentRows>(cache);
     };
     attend(attention,
-           [&](int64_t n, const float* latents, const float* lse) { absorbed_v(latents, lse, outs + (base + n) * H * V); });
+           [&](int64_t n, const float* latents, const float* lse) { absorbed_v(latents, lse, part_outs + n * H * V); });
   }
   return out;
 }

@@ -1,18 +1,6 @@
-// Keys of the layout `latent` from cached rows: decompressed, normed, and rotated by their tokens' positions.
-//
-// Legend: R elements of a cached row, K = R rounded up to whole tiles with zeros, G KV heads, D key dimensions.
+// Keys of the layout `latent` from cached latents: decompressed, normed, and rotated by their tokens' positions.
 #pragma once
-#include "attention/absorbed_v.h"
-#include "linear/product.h"
-#include "simd/scratch.h"
-#ifdef __AMX_TILE__
-#include "linear/tiled_linear.h"
-#endif
-
-// bf16 elements per cache line, and tokens whose keys are computed together.
-constexpr int64_t LINE = 32, UNIT = 32;
-
-inline int64_t round_to_lines(int64_t numbers) { return (numbers + LINE - 1) / LINE * LINE; }
+#include "attention/up_projection.h"
 
 // Rotation table: cos and sin [positions, D / 2]. For a selection, `text_positions` maps the view's positions to positions
 // in the text.
@@ -44,96 +32,48 @@ struct Angles {
   }
 };
 
-// Computes rows [keys, c] from rows that contain c. A token's keys depend only on its own row and position.
-//
-// Limit: 2 K G D FLOPs per token. The weights (2 K G D bytes) stay in a core's cache.
+// Rows [keys, c] of cached latents c, and the keys alone. A token's keys depend only on its own row and position.
 class LatentKeys {
  public:
   LatentKeys(const LatentWeights& weights, const Angles& angles, int64_t R)
-      : R(R), K(2 * weights.w_uk.size(1)), GD(weights.b_k.numel()), D(2 * angles.pairs),
-        w_uk_(weights.w_uk.const_data_ptr<bf16>()), bias_(to_float(weights.b_k)),
-        norm_(weights.k_norm ? to_float(*weights.k_norm) : std::vector<float>()), eps_(float(weights.eps)), angles_(angles) {
-    TORCH_CHECK(K % LINE == 0 && K >= R, "w_uk has ", K, " inputs, not ", R, " rounded up to a multiple of ", LINE);
-  }
+      : up(weights, R), GD(up.G * up.D), bias_(to_float(weights.b_k)),
+        norm_(weights.k_norm ? to_float(*weights.k_norm) : std::vector<float>()), eps_(float(weights.eps)), angles_(angles) {}
 
-  const int64_t R, K, GD, D;
+  const UpProjection up;
+  const int64_t GD;
 
-  // Elements between consecutive rows, whose cached part begins at `latent_offset()`. An odd number of cache lines, so that
-  // rows do not compete for the same cache sets.
+  // Elements between consecutive rows [keys, c], whose latent begins at `latent_offset()`.
   int64_t latent_offset() const { return round_to_lines(GD); }
-  int64_t width() const { return ((latent_offset() + K) / LINE | 1) * LINE; }
+  int64_t width() const { return odd_lines(latent_offset() + up.K); }
 
-  // Copies a cached row to the latent part of `row`.
-  void copy_latent(const bf16* cached, bf16* row) const {
-    bf16* latent = row + latent_offset();
-    int64_t r = 0;
-    for (; r + LINE <= R; r += LINE) store(latent + r, pairs(cached + r));
-    if (r < R) store(latent + r, pairs(cached + r, R - r));
+  // Computes the keys of `count` latents x, a multiple of UNIT, `stride` apart, whose tokens have these `positions`, into
+  // rows `key_stride` apart.
+  void decompress(const bf16* x, int64_t stride, const int32_t* positions, int64_t count, bf16* keys,
+                  int64_t key_stride) const {
+    up.keys(x, stride, count, [&](int64_t t, const float* y, int64_t y_stride, int64_t g, int64_t heads) {
+      bf16* unit = keys + t * key_stride;
+      angles_.pairs % 16 ? finish<false>(y, y_stride, g, heads, positions + t, unit, key_stride)
+                         : finish<true>(y, y_stride, g, heads, positions + t, unit, key_stride);
+    });
   }
-
-  // Computes the keys of `count` rows, a multiple of UNIT, whose tokens have these `positions`.
+  // The same in rows [keys, c].
   void decompress(bf16* rows, const int32_t* positions, int64_t count) const {
-    const int64_t G = GD / D;
-#ifdef __AMX_TILE__
-    // Head by head, so that a head's weights stay in the cache for all rows. Heads that do not fill blocks of 16 outputs run
-    // together.
-    const int64_t heads = D % 16 == 0 ? 1 : G, blocks = (heads * D + 15) / 16, y_stride = (blocks + 1) / 2 * 32;
-    Scratch scratch;
-    auto* y = scratch.get<float>(UNIT * y_stride);
-    configure_tiles(16, 16);
-    for (int64_t g = 0; g < G; g += heads)
-      for (int64_t t = 0; t < count; t += UNIT) {
-        const bf16* w = w_uk_ + g * D * K;
-        for (int64_t b = 0; b < blocks; b += 2)
-          tile_product<true>(w + b * 16 * K, w + std::min(b + 1, blocks - 1) * 16 * K,
-                             rows + t * width() + latent_offset(), width(), K, nullptr, nullptr, y + b * 16, y_stride);
-        finish(y, y_stride, g, heads, positions + t, rows + t * width());
-      }
-#else
-    const int64_t blocks = (GD + 15) / 16, y_stride = blocks * 16;
-    Scratch scratch;
-    float *y = scratch.get<float>(UNIT * y_stride), *floats = scratch.get<float>(UNIT * K);
-    for (int64_t t = 0; t < count; t += UNIT) {
-      const bf16* x = rows + t * width() + latent_offset();
-      if (!bf16_product(x, blocks, y, y_stride)) {
-        for (int64_t r = 0; r < UNIT; ++r)
-          for (int64_t k = 0; k < K; k += 16) store(floats + r * K + k, widen(x + r * width() + k, 16));
-        product<false>(w_uk_, blocks, floats, UNIT, K, K, y, y_stride);
-      }
-      finish(y, y_stride, 0, G, positions + t, rows + t * width());
-    }
-#endif
+    decompress(rows + latent_offset(), width(), positions, count, rows, width());
   }
 
  private:
-  // Multiplies a unit in bf16 if the processor is fast at it. Returns whether it did.
-  bool bf16_product(const bf16* x, int64_t blocks, float* y, int64_t y_stride) const {
-#ifdef __AVX512BF16__
-    if (pairs_are_fast()) {
-      product<false>(w_uk_, blocks, x, UNIT, width(), K, y, y_stride);
-      return true;
-    }
-#endif
-    return false;
-  }
-
   static std::vector<float> to_float(const at::Tensor& x) {
     const bf16* from = x.const_data_ptr<bf16>();
     return {from, from + x.numel()};
   }
 
-  // Turns the products y of a unit into the keys of KV heads [g, g + heads).
-  void finish(const float* y, int64_t y_stride, int64_t g, int64_t heads, const int32_t* positions, bf16* rows) const {
-    angles_.pairs % 16 ? finish<false>(y, y_stride, g, heads, positions, rows)
-                       : finish<true>(y, y_stride, g, heads, positions, rows);
-  }
-
-  // WHOLE: D / 2 is a multiple of 16.
+  // Turns the products y of a unit into the keys of KV heads [g, g + heads). WHOLE: D / 2 is a multiple of 16.
   template <bool WHOLE>
-  void finish(const float* y, int64_t y_stride, int64_t g, int64_t heads, const int32_t* positions, bf16* rows) const {
+  void finish(const float* y, int64_t y_stride, int64_t g, int64_t heads, const int32_t* positions, bf16* rows,
+              int64_t row_stride) const {
     auto lanes = [](int64_t remaining) { return WHOLE ? int64_t(16) : std::min<int64_t>(16, remaining); };
     // Local copies: the compiler must assume that writes alias members.
-    const int64_t D = this->D, P = D / 2, row_stride = width();
+    const int64_t D = up.D, P = D / 2;
     const float *weight = norm_.empty() ? nullptr : norm_.data(), *head_bias = bias_.data() + g * D, eps = eps_;
     for (int64_t t = 0; t < UNIT; ++t) {
       const int64_t at = angles_.at(positions[t]);
@@ -165,7 +105,6 @@ class LatentKeys {
     }
   }
 
-  const bf16* w_uk_;
   const std::vector<float> bias_, norm_;
   const float eps_;
   const Angles angles_;

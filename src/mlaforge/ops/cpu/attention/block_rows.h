@@ -1,0 +1,55 @@
+// Rows that attention reads, computed in advance from the blocks of some sequences, each distinct block once.
+#pragma once
+#include <numeric>
+#include <unordered_map>
+
+#include "attention/up_projection.h"
+#include "attention/view.h"
+#include "rows/rows.h"
+
+// Owns the rows' memory.
+class BlockRows {
+ public:
+  // `selects(s)`: whether the blocks of sequence s are computed. `compute(slots, positions, count, rows)` writes the rows of
+  // `count` tokens, a multiple of UNIT, of which the last ones may repeat a slot; rows are `width` elements apart.
+  template <typename Selects, typename Compute>
+  BlockRows(const View& of, int64_t width, Selects selects, Compute compute) : view(of) {
+    const int64_t size = of.block_size;
+    view.table_SB = of.table_SB.clone();
+    std::unordered_map<int32_t, int32_t> entries;
+    struct Block { int32_t number, position; };
+    std::vector<Block> blocks;
+    for (int64_t s = 0; s < of.sequences(); ++s) {
+      int32_t* entry = view.table_SB.mutable_data_ptr<int32_t>() + s * of.table_SB.size(1);
+      for (int64_t p = of.first(s); selects(s) && p < of.length(s); p += size, ++entry) {
+        const auto [at, inserted] = entries.try_emplace(*entry, int32_t(blocks.size()));
+        if (inserted) blocks.push_back({*entry, int32_t(p)});
+        *entry = at->second;
+      }
+    }
+    if (blocks.empty()) return;
+    const int64_t total = blocks.size() * size, tasks = (total + TOKENS - 1) / TOKENS;
+    auto* to = scratch_.get<bf16>((total + UNIT - 1) / UNIT * UNIT * width);
+    at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+      int32_t slots[TOKENS], positions[TOKENS];
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t first = i * TOKENS, count = std::min(TOKENS, (total - first + UNIT - 1) / UNIT * UNIT);
+        for (int64_t t = 0; t < count; ++t) {
+          const auto [b, offset] = std::lldiv(std::min(first + t, total - 1), size);
+          slots[t] = int32_t(blocks[b].number * size + offset), positions[t] = int32_t(blocks[b].position + offset);
+        }
+        compute(slots, positions, count, to + first * width);
+      }
+    });
+    rows.emplace(to, width);
+  }
+
+  // The computed rows, and the view of them; no rows if no sequence is selected.
+  std::optional<Rows> rows;
+  View view;
+
+ private:
+  static constexpr int64_t TOKENS = 256;  // per task: whole units
+
+  Scratch scratch_;
+};

@@ -1,0 +1,82 @@
+// Attention of prompt tokens over latents: all KV heads' keys and values of the cached tokens are decompressed, once for a
+// step. A prompt has many query tokens per cached token, which pays for it; generated tokens have few, and attend over the
+// latents themselves. The form depends on what a token is, not on the length of its chunk, so a token's result does not
+// depend on how the prompt is split into steps.
+//
+// Legend: E elements of a cached row after its latent (a rotary key), otherwise as in up_projection.h.
+#pragma once
+#include <set>
+
+#include "attention/block_rows.h"
+#include "attention/decode.h"
+
+// Rows that are decompressed at a time, unless one sequence has more.
+constexpr int64_t MAX_BLOCK_ROWS = 4096;
+
+// Consecutive sequences of a step that are computed together: either prompts or others.
+struct StepPart {
+  int64_t begin, end;
+  bool prompts;
+};
+
+// Splits a step into parts with at most MAX_BLOCK_ROWS distinct rows of sequences for which `in_advance(s)` is true.
+template <typename InAdvance>
+std::vector<StepPart> step_parts(const View& view, at::IntArrayRef prompts, InAdvance in_advance) {
+  std::vector<StepPart> parts;
+  for (int64_t s = 0, end; s < view.sequences(); s = end) {
+    std::set<int32_t> blocks;
+    for (end = s; end < view.sequences() && prompts[end] == prompts[s]; ++end) {
+      std::vector<int32_t> added;
+      if (in_advance(end))
+        for (int32_t block : view.blocks(end))
+          if (!blocks.contains(block)) added.push_back(block);
+      if (end > s && int64_t(blocks.size() + added.size()) * view.block_size > MAX_BLOCK_ROWS) break;
+      blocks.insert(added.begin(), added.end());
+    }
+    parts.push_back({s, end, prompts[s] != 0});
+  }
+  return parts;
+}
+
+// Cached rows as the up-projection takes them: [latent, zeros up to K, the other E elements].
+struct CachedLatents {
+  const UpProjection& up;
+  const Rows& cached;
+
+  int64_t width() const { return odd_lines(up.K + cached.width - up.R); }
+
+  // Loads the rows at `count` slots to `to`, whose rows are `stride` apart.
+  void load(const int32_t* slots, int64_t count, bf16* to, int64_t stride) const {
+    Scratch scratch;
+    auto* decoded = scratch.get<bf16>(cached.scratch_elements(STRETCH));
+    const bf16* row[STRETCH];
+    for (int64_t t = 0; t < count; t += STRETCH) {
+      const int64_t batch = std::min(STRETCH, count - t);
+      cached.stage(slots + t, batch, {ColumnRange{0, cached.width}, ColumnRange{}}, decoded, row);
+      for (int64_t i = 0; i < batch; ++i, to += stride) {
+        up.copy_latent(row[i], to);
+        std::copy(row[i] + up.R, row[i] + cached.width, to + up.K);
+      }
+    }
+  }
+};
+
+// Attends over decompressed rows. q: [N, H, key_dim] of the view's query tokens. `keys(latents, stride, positions, count,
+// rows, width)` computes the keys of rows from CachedLatents; `finish(n, values [H, V], lse [H])` takes a token's result,
+// without the values' bias.
+template <typename Keys, typename Finish>
+void attend_prompts(const float* q, int64_t H, int64_t key_dim, const CachedLatents& latents, const View& view, float scale,
+                    Keys keys, Finish finish) {
+  const UpProjection& up = latents.up;
+  const Layout row{key_dim, up.W, round_to_lines(up.G * key_dim)};
+  const int64_t width = odd_lines(row.v_offset + up.G * up.W), stride = latents.width();
+  const BlockRows computed(view, width, [](int64_t) { return true; },
+                           [&](const int32_t* slots, const int32_t* positions, int64_t count, bf16* rows) {
+                             Scratch scratch;
+                             auto* loaded = scratch.get<bf16>(count * stride);
+                             latents.load(slots, count, loaded, stride);
+                             keys(loaded, stride, positions, count, rows, width);
+                             up.values(loaded, stride, count, rows + row.v_offset, width);
+                           });
+  attend(q, H, up.G, key_dim, up.V, row, *computed.rows, computed.view, scale, finish);
+}

@@ -1,0 +1,117 @@
+// Products of cached latents with W_uk and W_uv.
+//
+// Legend: R elements of a latent, K = R rounded up to whole tiles with zeros, G KV heads, D key dimensions without a rotary
+// part, V value dimensions, W = V rounded up to blocks of 16 outputs.
+#pragma once
+#include "attention/absorbed_v.h"
+#include "linear/product.h"
+#include "simd/scratch.h"
+#ifdef __AMX_TILE__
+#include "linear/tiled_linear.h"
+#endif
+
+// bf16 elements per cache line, and tokens whose keys are computed together.
+constexpr int64_t LINE = 32, UNIT = 32;
+
+inline int64_t round_to_lines(int64_t numbers) { return (numbers + LINE - 1) / LINE * LINE; }
+// Distance of rows of at least so many elements: an odd number of cache lines, so that rows do not compete for the same
+// cache sets.
+inline int64_t odd_lines(int64_t numbers) { return ((numbers + LINE - 1) / LINE | 1) * LINE; }
+
+// A token's result depends on its own latent alone.
+//
+// Limit: 2 K G (D + V) FLOPs per token. The weights (2 K G (D + V) bytes) stay in a core's cache.
+class UpProjection {
+ public:
+  UpProjection(const LatentWeights& weights, int64_t R)
+      : R(R), K(2 * weights.w_up.size(1)), G(weights.b_v_GV.size(0)), D(weights.b_k.numel() / G), V(weights.b_v_GV.size(1)),
+        W((V + 15) / 16 * 16), weights_(weights.w_up.const_data_ptr<bf16>()) {
+    TORCH_CHECK(K % LINE == 0 && K >= R, "w_up has ", K, " inputs, not ", R, " rounded up to a multiple of ", LINE);
+    TORCH_CHECK(weights.w_up.size(0) == key_blocks() + G * W / 16, "w_up has ", weights.w_up.size(0), " blocks of outputs");
+  }
+
+  const int64_t R, K, G, D, V, W;
+
+  // Copies a cached latent to `to` and pads it with zeros to K elements.
+  void copy_latent(const bf16* cached, bf16* to) const {
+    int64_t r = 0;
+    for (; r + LINE <= R; r += LINE) store(to + r, pairs(cached + r));
+    if (r < R) store(to + r, pairs(cached + r, R - r));
+  }
+
+  // Multiplies `count` latents x, a multiple of UNIT, `stride` apart, by W_uk: finish(t, y, y_stride, g, heads) for latents
+  // [t, t + UNIT) and KV heads [g, g + heads), side by side in y.
+  template <typename Finish>
+  void keys(const bf16* x, int64_t stride, int64_t count, Finish finish) const {
+    // With tiles head by head, so that a head's weights stay in the cache for all rows. Heads that do not fill blocks of 16
+    // outputs run together.
+    const int64_t heads = TILES && D % 16 == 0 ? 1 : G;
+    for (int64_t g = 0; g < G; g += heads)
+      multiply(x, stride, count, g * D / 16, (heads * D + 15) / 16,
+               [&](int64_t t, const float* y, int64_t y_stride) { finish(t, y, y_stride, g, heads); });
+  }
+
+  // Multiplies them by W_uv, without a bias: a KV head's values every W elements of rows `to`, `to_stride` apart.
+  void values(const bf16* x, int64_t stride, int64_t count, bf16* to, int64_t to_stride) const {
+    const int64_t heads = TILES ? 1 : G;
+    for (int64_t g = 0; g < G; g += heads)
+      multiply(x, stride, count, key_blocks() + g * W / 16, heads * W / 16,
+               [&](int64_t t, const float* y, int64_t y_stride) {
+                 for (int64_t r = 0; r < UNIT; ++r)
+                   for (int64_t v = 0; v < heads * W; v += 16)
+                     narrow(to + (t + r) * to_stride + g * W + v, load(y + r * y_stride + v), 16);
+               });
+  }
+
+ private:
+#ifdef __AMX_TILE__
+  static constexpr bool TILES = true;
+#else
+  static constexpr bool TILES = false;
+#endif
+
+  int64_t key_blocks() const { return (G * D + 15) / 16; }
+
+  // Multiplies by the weights of blocks [first, first + blocks): finish(t, y, y_stride) for every UNIT of rows.
+  template <typename Finish>
+  void multiply(const bf16* x, int64_t stride, int64_t count, int64_t first, int64_t blocks, Finish finish) const {
+    const bf16* w = weights_ + first * 16 * K;
+    Scratch scratch;
+#ifdef __AMX_TILE__
+    const int64_t y_stride = (blocks + 1) / 2 * 32;
+    auto* y = scratch.get<float>(UNIT * y_stride);
+    configure_tiles(16, 16);
+    for (int64_t t = 0; t < count; t += UNIT) {
+      for (int64_t b = 0; b < blocks; b += 2)
+        tile_product<true>(w + b * 16 * K, w + std::min(b + 1, blocks - 1) * 16 * K, x + t * stride, stride, K, nullptr,
+                           nullptr, y + b * 16, y_stride);
+      finish(t, y, y_stride);
+    }
+#else
+    const int64_t y_stride = blocks * 16;
+    float *y = scratch.get<float>(UNIT * y_stride), *floats = scratch.get<float>(UNIT * K);
+    for (int64_t t = 0; t < count; t += UNIT) {
+      const bf16* unit = x + t * stride;
+      if (!bf16_product(w, blocks, unit, stride, y, y_stride)) {
+        for (int64_t r = 0; r < UNIT; ++r)
+          for (int64_t k = 0; k < K; k += 16) store(floats + r * K + k, widen(unit + r * stride + k, 16));
+        product<false>(w, blocks, floats, UNIT, K, K, y, y_stride);
+      }
+      finish(t, y, y_stride);
+    }
+#endif
+  }
+
+  // Multiplies a unit in bf16 if the processor is fast at it. Returns whether it did.
+  bool bf16_product(const bf16* w, int64_t blocks, const bf16* x, int64_t stride, float* y, int64_t y_stride) const {
+#ifdef __AVX512BF16__
+    if (pairs_are_fast()) {
+      product<false>(w, blocks, x, UNIT, stride, K, y, y_stride);
+      return true;
+    }
+#endif
+    return false;
+  }
+
+  const bf16* weights_;
+};
