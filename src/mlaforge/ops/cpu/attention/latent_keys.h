@@ -4,6 +4,7 @@
 #pragma once
 #include "attention/absorbed_v.h"
 #include "linear/product.h"
+#include "rows/int8_rows.h"
 #include "simd/scratch.h"
 #ifdef __AMX_TILE__
 #include "linear/tiled_linear.h"
@@ -44,35 +45,47 @@ struct Angles {
   }
 };
 
-// Computes rows [keys, c] from rows that contain c. A token's keys depend only on its own row and position.
+// Computes rows [keys, c] from rows that contain c. A token's keys depend only on its own row and position. Where keys are
+// cached (decompressed_keys.h), in int8, all are rounded to that format, so that they do not depend on the cache.
 //
 // Limit: 2 K G D FLOPs per token. The weights (2 K G D bytes) stay in a core's cache.
 class LatentKeys {
  public:
-  LatentKeys(const LatentWeights& weights, const Angles& angles, int64_t R)
+  LatentKeys(const LatentWeights& weights, const Angles& angles, int64_t R, bool rounds)
       : R(R), K(2 * weights.w_uk.size(1)), GD(weights.b_k.numel()), D(2 * angles.pairs),
-        w_uk_(weights.w_uk.const_data_ptr<bf16>()), bias_(to_float(weights.b_k)),
-        norm_(weights.k_norm ? to_float(*weights.k_norm) : std::vector<float>()), eps_(float(weights.eps)), angles_(angles) {
+        format(std::vector<int64_t>(GD / D, D)), w_uk_(weights.w_uk.const_data_ptr<bf16>()), bias_(to_float(weights.b_k)),
+        norm_(weights.k_norm ? to_float(*weights.k_norm) : std::vector<float>()), eps_(float(weights.eps)), angles_(angles),
+        rounds_(rounds) {
     TORCH_CHECK(K % LINE == 0 && K >= R, "w_uk has ", K, " inputs, not ", R, " rounded up to a multiple of ", LINE);
   }
 
   const int64_t R, K, GD, D;
+  const Int8Rows format;  // of cached keys: a scale per KV head
 
   // Elements between consecutive rows, whose cached part begins at `latent_offset()`. An odd number of cache lines, so that
   // rows do not compete for the same cache sets.
   int64_t latent_offset() const { return round_to_lines(GD); }
   int64_t width() const { return ((latent_offset() + K) / LINE | 1) * LINE; }
 
-  // Copies a cached row to the latent part of `row`.
-  void copy_latent(const bf16* cached, bf16* row) const {
-    bf16* latent = row + latent_offset();
-    int64_t r = 0;
-    for (; r + LINE <= R; r += LINE) store(latent + r, pairs(cached + r));
-    if (r < R) store(latent + r, pairs(cached + r, R - r));
+  // Loads the cached rows at `count` slots into the latent parts of `rows`.
+  void load_latents(const Rows& cached, const int32_t* slots, int64_t count, bf16* rows) const {
+    cached.read(slots, count, R, rows + latent_offset(), width());
+    for (int64_t t = 0; t < count; ++t) std::fill_n(rows + t * width() + latent_offset() + R, K - R, bf16(0.0f));
   }
 
   // Computes the keys of `count` rows, a multiple of UNIT, whose tokens have these `positions`.
   void decompress(bf16* rows, const int32_t* positions, int64_t count) const {
+    decompress_exactly(rows, positions, count);
+    if (!rounds_) return;
+    Scratch scratch;
+    auto* stored = scratch.get<uint8_t>(format.unit_bytes());
+    const int32_t slot = 0;
+    for (bf16* row = rows; row < rows + count * width(); row += width())
+      format.write(row, stored), format.read(stored, &slot, 1, 0, GD, row, width());
+  }
+
+  // As above, before keys are rounded to `format`.
+  void decompress_exactly(bf16* rows, const int32_t* positions, int64_t count) const {
     const int64_t G = GD / D;
 #ifdef __AMX_TILE__
     // Head by head, so that a head's weights stay in the cache for all rows. Heads that do not fill blocks of 16 outputs run
@@ -169,4 +182,5 @@ class LatentKeys {
   const std::vector<float> bias_, norm_;
   const float eps_;
   const Angles angles_;
+  const bool rounds_;
 };

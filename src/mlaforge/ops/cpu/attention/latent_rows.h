@@ -15,17 +15,12 @@ struct LatentCache {
 
   // Loads the latents of the tokens at `count` slots, from `position` on, into rows without keys; sets their positions.
   void load_latents(int64_t position, const int32_t* slots, int64_t count, bf16* rows, int32_t* positions) const {
-    Scratch scratch;
-    auto* decoded = scratch.get<bf16>(cached.scratch_elements(STRETCH));
-    const bf16* row[STRETCH];
-    for (int64_t t = 0; t < count; t += STRETCH) {
-      const int64_t batch = std::min(STRETCH, count - t);
-      cached.stage(slots + t, batch, {ColumnRange{0, keys.R}, ColumnRange{}}, decoded, row);
-      for (int64_t i = t; i < t + batch; ++i) {
-        keys.copy_latent(row[i - t], rows + i * keys.width());
-        positions[i] = int32_t(position + i);
-      }
+    for (int64_t t = 0, end; t < count; t = end) {
+      end = std::min(count, t + STRETCH);
+      cached.prefetch(slots + end, std::min(STRETCH, count - end), {0, keys.R});
+      keys.load_latents(cached, slots + t, end - t, rows + t * keys.width());
     }
+    std::iota(positions, positions + count, int32_t(position));
   }
 };
 
@@ -102,6 +97,8 @@ class LatentRows : public RowSource {
     }
     for (int64_t t = 0; t < count; ++t) row[t] = rows_ + (first + t) * width;
   }
+
+  void prefetch(int32_t slot) override { of_.cached.prefetch(&slot, 1, {0, of_.keys.R}); }
 
  private:
   const LatentCache& of_;
