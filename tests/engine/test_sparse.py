@@ -8,8 +8,6 @@ import torch
 from mlaforge import LLM, SamplingParams
 from mlaforge.checkpoint import loading
 from mlaforge.checkpoint.source_model import SourceModel
-from mlaforge.engine import memory
-from mlaforge.engine.cache.kv_cache import layer_caches
 from mlaforge.engine.execution.indexer import Indexer, Selections
 from mlaforge.ops import decompressed_keys, native, token_selection
 from mlaforge.ops.host_view import host_view
@@ -199,20 +197,18 @@ def test_cached_keys_change_no_token(layout, stored, sparse, monkeypatch):
     compared in tests/ops."""
     if not native.is_available():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
-    # What is short reads much of what there is.
-    monkeypatch.setattr(decompressed_keys, "TOKENS_PER_KEY", 1)
     directory = sparse("llama", layout)
     texts = tokens(engine(directory, dtype="bfloat16", kv_cache_dtype=stored).generate(PROMPTS, greedy(30)))
 
     def scores(keep, drafter=None, blocks=200):
         with monkeypatch.context() as patch:
-            patch.setattr(memory, "layer_caches", lambda *args: layer_caches(*args[:-1], keep))
+            # What is short reads much of what there is. A cache without entries rounds keys alike.
+            patch.setattr(decompressed_keys, "TOKENS_PER_KEY", 1 if keep else 1 << 30)
             options = {"dtype": "bfloat16", "kv_cache_dtype": stored}
             block = sum(layer.block_bytes(16) for layer in engine(directory, **options).engine.cache.layers)
             llm = engine(directory, **options, cache_bytes=blocks * block)
             assert llm.engine.stats().cache_blocks == blocks
         rows = llm.engine.cache.rows
-        assert all((row.decompressed_keys is not None) == keep for row in rows)
         if drafter == "tree":
             branch(llm.engine, Branching([p + t for p, t in zip(PROMPTS, texts, strict=True)], 0.7), 4, 12)
         elif drafter == "chain":
@@ -224,12 +220,7 @@ def test_cached_keys_change_no_token(layout, stored, sparse, monkeypatch):
             for output in llm.generate(PROMPTS, params) + llm.generate(PROMPTS[::-1], params):
                 found += [(x.token_id, x.top) for completion in output.outputs for x in completion.logprobs]
         llm.engine.check_integrity()
-        if keep:
-            places, steps = (
-                rows[0].decompressed_keys.metadata[: rows[0].slots],
-                int(rows[0].decompressed_keys.metadata[-1]),
-            )
-            assert (places >= 0).any() and steps > 20, (places, steps)
+        assert bool((rows[0].decompressed_keys.metadata[: rows[0].slots] >= 0).any()) == keep
         return found, llm.engine.stats()
 
     for options in ({}, {"drafter": "chain"}, {"drafter": "tree"}, {"blocks": 14}):
@@ -297,7 +288,7 @@ def test_index_and_key_bytes_are_counted(sparse):
         both.append(engine(sparse("llama", "latent"), dtype="bfloat16"))
         kept = both[-1].engine.cache.rows[0].decompressed_keys
         size = both[-1].engine.cache.layers[0].block_bytes(16) - layer.block_bytes(16) + 16 * layer.width * 2
-        assert size == 2 * 2 * kept.keys.shape[1] + 16 * 4 + 2 * 8
+        assert size == 2 * kept.keys.shape[1] + 16 * 4 + 2 * 4
     for llm in both:
         assert llm.engine.cache.bytes == sum(t.nbytes for t in llm.engine.cache.tensors)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.speculation.drafter import ancestry
-from mlaforge.ops.decompressed_keys import TOKENS_PER_KEY, DecompressedKeys
+from mlaforge.ops.decompressed_keys import TOKENS_PER_KEY, DecompressedKeys, key_format
 from mlaforge.ops.row_formats.format import RowFormat
 from mlaforge.ops.row_formats.int4 import Int4
 from mlaforge.ops.row_formats.int8 import Int8
@@ -87,17 +87,20 @@ def test_latents(layout, heads, kv_heads, rank, rope, stored, compiled):
     def attend(cache: Cache, tree_Tn: Tensor | None) -> tuple[Tensor, ...]:
         layer = latent_layer(heads, kv_heads, rank, E, len(cache.slots))
         inputs = (*layer, *cache.rows(stored == "bf16"), cache.slots, *cache.view, 0.3, tree_Tn)
-        actual = kernel(*inputs)
-        sequences, size = len(cache.view[1]), cache.view[4]
+        if layout == "latent_rope":
+            return (kernel(*inputs),)
+        # A cache of decompressed keys without entries: keys are rounded as if they were cached.
+        slots, key_bytes = len(cache.decoded), key_format(kv_heads, layer[5].numel() // kv_heads).bytes(1)
+        none = DecompressedKeys(torch.empty(0, key_bytes, dtype=torch.uint8), torch.full((slots + 1,), -1).int())
+        rounded = kernel(*inputs, None, none.keys, none.metadata)
         # Prompts (more than 64 columns) do not cache decompressed keys.
-        chosen = layout == "latent" and size == 1 and sequences == 1 and heads * len(cache.slots) <= 64
-        if chosen and tree_Tn is None:
+        if cache.view[4] == 1 and len(cache.view[1]) == 1 and heads * len(cache.slots) <= 64 and tree_Tn is None:
             # As a selection of all tokens; the second run reads cached keys.
             positions = torch.arange(int(cache.view[1]), dtype=torch.int32)[None]
-            retained = DecompressedKeys.empty(TOKENS_PER_KEY * len(cache.decoded), layer[5].numel())
+            retained = DecompressedKeys.empty(TOKENS_PER_KEY * slots, key_bytes)
             for _ in range(2):
-                assert torch.equal(kernel(*inputs, positions, retained.keys, retained.metadata), actual)
+                assert torch.equal(kernel(*inputs, positions, retained.keys, retained.metadata), rounded)
             assert bool((retained.metadata[cache.slots] >= 0).all())
-        return (actual,)
+        return kernel(*inputs), rounded
 
     assert not differing(attend, format)

@@ -310,7 +310,7 @@ class FusedLatent:
     @classmethod
     def of(cls, attention: LatentAttention, rows: PagedRows) -> FusedLatent | None:
         """Return None where no kernel supports the layer; its module then computes with torch."""
-        if not native_reads(rows) or (weights := LatentWeights.of(attention)) is None:
+        if not native_reads(rows) or (weights := LatentWeights.of(attention, rows)) is None:
             return None
         return cls(attention, weights, rows)
 

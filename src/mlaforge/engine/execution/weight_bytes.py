@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from mlaforge.engine.execution.linear import QUANTIZED
+from mlaforge.ops.native import form
 
 
 def weight_bytes(module: nn.Module, format: str, device: torch.device) -> int:
@@ -19,6 +20,7 @@ def weight_bytes(module: nn.Module, format: str, device: torch.device) -> int:
     dtype = QUANTIZED.get(format) or getattr(torch, format)
     on_cpu = device.type == "cpu"
     state, total = module.state_dict(), 0
+    coded = bool(getattr(getattr(module, "config", None), "mla_code_counts", None))
     for name, tensor in state.items():
         shape, plain = tensor.shape, tensor.numel() * dtype.itemsize
         if not tensor.is_floating_point():
@@ -26,12 +28,13 @@ def weight_bytes(module: nn.Module, format: str, device: torch.device) -> int:
         elif tensor.ndim < 2 or name.endswith(("embed_tokens.weight", "router.weight")) or not on_cpu:
             total += plain
         elif name.endswith("kv_b_proj.weight"):
-            # In fp32 for the operations without a kernel, and packed in bf16 for those with one: latent_rope multiplies
-            # queries by W_uk, and prompts' cached rows too.
+            # In fp32 for the operations without a kernel, and packed in bf16 for those with one; as integers too if rows
+            # are coded. latent_rope multiplies queries by W_uk, and the cached rows of prompts.
             total += 4 * tensor.numel()
             if dtype == torch.bfloat16:
                 rotary = name.removesuffix("kv_b_proj.weight") + "rope_index" in state
-                total += 2 * shape[0] * -(-shape[1] // 32) * 32 + rotary * tensor.numel()
+                copies = 2 if coded and form() != "amx" else 1
+                total += copies * 2 * shape[0] * -(-shape[1] // 32) * 32 + rotary * tensor.numel()
         elif name.endswith("lm_head.weight"):
             total += _linear_bytes(shape[0], shape[1], "int8" if format == "int4" else format)
         elif tensor.ndim == 3:

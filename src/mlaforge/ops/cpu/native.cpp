@@ -44,13 +44,13 @@ LIBRARY(FORM, m) {
   m.def("attention_mass(Tensor q, Tensor rows, Tensor? unquantized, int[] format, int kv_heads, Tensor table, Tensor lengths, "
         "int block_size, float scale) -> Tensor");
   m.def(
-      "latent(Tensor qkv, Tensor cos, Tensor sin, Tensor w_up, Tensor b_k, Tensor b_v, Tensor? q_norm, "
-      "Tensor? k_norm, float eps, Tensor? sinks, Tensor(a!) rows, Tensor(b!)? unquantized, int[] format, Tensor slots, "
+      "latent(Tensor qkv, Tensor cos, Tensor sin, Tensor w_up, Tensor? codes, Tensor? code_scales, Tensor b_k, "
+      "Tensor b_v, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? sinks, Tensor(a!) rows, Tensor(b!)? unquantized, int[] format, Tensor slots, "
       "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, int[] prompts, "
       "float scale, Tensor? tree, Tensor? positions=None, Tensor(c!)? keys=None, Tensor(d!)? keys_metadata=None) -> Tensor");
   m.def(
-      "latent_rope(Tensor qkv, Tensor rotation, Tensor rope_index, Tensor w_uk, Tensor w_up, Tensor b_k, Tensor b_v, "
-      "Tensor? sinks, Tensor(a!) rows, Tensor(b!)? unquantized, int[] format, Tensor slots, Tensor table, Tensor seq_lens, "
+      "latent_rope(Tensor qkv, Tensor rotation, Tensor rope_index, Tensor w_uk, Tensor w_up, Tensor? codes, Tensor? code_scales, "
+      "Tensor b_k, Tensor b_v, Tensor? sinks, Tensor(a!) rows, Tensor(b!)? unquantized, int[] format, Tensor slots, Tensor table, Tensor seq_lens, "
       "Tensor first, Tensor query_start, int block_size, int window, int[] prompts, float scale, Tensor? tree) -> Tensor");
   m.def("write_index(Tensor features, Tensor? halves, Tensor weight, Tensor bias, Tensor? rotation, Tensor frequency, "
         "Tensor(a!) keys, Tensor slots) -> ()");

@@ -1,6 +1,6 @@
-// Cache of decompressed keys of the `latent` layout, for selections of tokens: consecutive tokens select mostly the same
-// tokens. A key depends only on its token's row and position, so a cached key is bitwise equal to a new one. Writing a row
-// must invalidate its key.
+// Cache of decompressed keys of the `latent` layout, in int8, for selections of tokens: consecutive tokens select mostly the
+// same tokens. A key depends only on its token's row and position, and new keys are rounded to the cache's format
+// (latent_keys.h), so a cached key is bitwise equal to a new one. Writing a row must invalidate its key.
 //
 // Legend: L slots of the paged cache, E entries.
 #pragma once
@@ -8,13 +8,12 @@
 
 class DecompressedKeys {
  public:
-  // keys [E, G D]; metadata: see ops/decompressed_keys.py.
+  // keys [E, bytes of LatentKeys::format]; metadata: see ops/decompressed_keys.py.
   DecompressedKeys(const at::Tensor& keys, const at::Tensor& metadata)
-      : keys_(keys.mutable_data_ptr<bf16>()), E_(keys.size(0)), GD_(keys.size(1)),
-        entries_(metadata.mutable_data_ptr<int32_t>()), owners_(entries_ + metadata.numel() - 2 * E_ - 2),
-        last_steps_(owners_ + E_), hand_(last_steps_ + E_), step_(hand_ + 1) {
+      : keys_(keys.mutable_data_ptr<uint8_t>()), E_(keys.size(0)), bytes_(keys.size(1)),
+        entries_(metadata.mutable_data_ptr<int32_t>()), owners_(entries_ + metadata.numel() - E_ - 1), hand_(owners_ + E_) {
     TORCH_CHECK(keys.is_contiguous() && metadata.is_contiguous(), "decompressed keys are not contiguous");
-    TORCH_CHECK(metadata.numel() > 2 * E_ + 2, "metadata of ", metadata.numel(), " numbers has no slots for ", E_, " keys");
+    TORCH_CHECK(metadata.numel() > E_ + 1, "metadata of ", metadata.numel(), " numbers has no slots for ", E_, " keys");
   }
 
   void invalidate(const int64_t* slots, int64_t count) const {
@@ -25,20 +24,27 @@ class DecompressedKeys {
     }
   }
 
-  const bf16* key(int32_t slot) const { return keys_ + entries_[slot] * GD_; }
+  // Reads the keys at `count` slots, at most STRETCH, into rows.
+  void read(const LatentKeys& keys, const int32_t* slots, int64_t count, bf16* rows) const {
+    int32_t entries[STRETCH];
+    for (int64_t t = 0; t < count; ++t) entries[t] = entries_[slots[t]];
+    keys.format.read(keys_, entries, count, 0, keys.GD, rows, keys.width());
+  }
+
+  void prefetch(int32_t slot) const { prefetch_bytes(keys_ + entries_[slot] * bytes_, bytes_); }
 
   // Decompresses the keys that `view` reads and the cache lacks. Returns false, without changes, if the cache has fewer
   // entries than the view has distinct rows.
   bool decompress_missing(const View& view, const LatentKeys& keys, const Rows& cached) const {
+    TORCH_CHECK(bytes_ == keys.format.unit_bytes(), "a key has ", keys.format.unit_bytes(), " bytes, not ", bytes_);
     const int64_t S = view.sequences();
     int64_t total = 0;
     for (int64_t s = 0; s < S; ++s) total += view.rows(s);
     if (view.block_size != 1 || (total > E_ && distinct_slots(view) > E_)) return false;
-    if (*step_ == std::numeric_limits<int32_t>::max()) std::fill_n(last_steps_, E_, 0), *step_ = 0;
-    const int32_t step = ++*step_;
+    std::vector<bool> is_read(E_);  // entries that this step reads
     for (int64_t s = 0; s < S; ++s)
       for (int32_t slot : view.blocks(s))
-        if (entries_[slot] >= 0) last_steps_[entries_[slot]] = step;
+        if (entries_[slot] >= 0) is_read[entries_[slot]] = true;
     struct Missing { int32_t slot, position; };
     std::vector<Missing> missing;
     for (int64_t s = 0; s < S; ++s) {
@@ -47,25 +53,27 @@ class DecompressedKeys {
         ++position;
         if (entries_[slot] >= 0) continue;
         // Clock eviction, except of entries that this step reads.
-        while (last_steps_[*hand_] == step) *hand_ = (*hand_ + 1) % E_;
+        while (is_read[*hand_]) *hand_ = (*hand_ + 1) % E_;
         if (owners_[*hand_] >= 0) entries_[owners_[*hand_]] = -1;
-        owners_[*hand_] = slot, last_steps_[*hand_] = step, entries_[slot] = *hand_;
+        owners_[*hand_] = slot, is_read[*hand_] = true, entries_[slot] = *hand_;
         missing.push_back({slot, position});
+        cached.prefetch(&slot, 1, {0, keys.up.R});
       }
     }
     const CachedLatents latents{keys.up, cached};
     const int64_t stride = latents.width(), count = missing.size();
     at::parallel_for(0, (count + UNIT - 1) / UNIT, 1, [&](int64_t begin, int64_t end) {
       Scratch scratch;
-      bf16 *loaded = scratch.get<bf16>(UNIT * stride), *unit_keys = scratch.get<bf16>(UNIT * GD_);
+      bf16 *loaded = scratch.get<bf16>(UNIT * stride), *unit_keys = scratch.get<bf16>(UNIT * keys.GD);
       for (int64_t unit = begin; unit < end; ++unit) {
         const Missing* batch = missing.data() + unit * UNIT;
         const int64_t batch_size = std::min(UNIT, count - unit * UNIT);
         int32_t slots[UNIT], positions[UNIT] = {};
         for (int64_t i = 0; i < batch_size; ++i) slots[i] = batch[i].slot, positions[i] = batch[i].position;
         latents.load(slots, batch_size, loaded, stride);
-        keys.decompress(loaded, stride, positions, UNIT, unit_keys, GD_);
-        for (int64_t i = 0; i < batch_size; ++i) std::copy_n(unit_keys + i * GD_, GD_, keys_ + entries_[slots[i]] * GD_);
+        keys.decompress(loaded, stride, positions, UNIT, unit_keys, keys.GD);
+        for (int64_t i = 0; i < batch_size; ++i)
+          keys.format.write(unit_keys + i * keys.GD, keys_ + entries_[slots[i]] * bytes_);
       }
     });
     return true;
@@ -82,9 +90,9 @@ class DecompressedKeys {
     return count;
   }
 
-  bf16* keys_;
-  const int64_t E_, GD_;
-  int32_t *entries_, *owners_, *last_steps_, *hand_, *step_;
+  uint8_t* keys_;
+  const int64_t E_, bytes_;
+  int32_t *entries_, *owners_, *hand_;
 };
 
 // Rows of a chunk, with keys from the cache.
@@ -94,12 +102,20 @@ class DecompressedKeyRows : public RowSource {
       : cache_(cache), decompressed_keys_(decompressed_keys), rows_(scratch_.get<bf16>(CHUNK * cache.keys.width())) {}
 
   void stage(int64_t position, const int32_t* slots, int64_t count, const bf16** row) override {
-    const int64_t GD = cache_.keys.GD, width = cache_.keys.width();
+    const int64_t width = cache_.keys.width();
     bf16* rows = rows_ + position % CHUNK * width;
-    for (int64_t t = 0; t < count; ++t) prefetch_bytes(decompressed_keys_.key(slots[t]), 2 * GD);
-    cache_.cached.prefetch(slots, count, {0, cache_.keys.up.R});
-    cache_.load_latents(slots, count, rows);
-    for (int64_t t = 0; t < count; ++t) row[t] = std::copy_n(decompressed_keys_.key(slots[t]), GD, rows + t * width) - GD;
+    for (int64_t t = 0, end; t < count; t = end) {
+      end = std::min(count, t + STRETCH);
+      for (int64_t i = end; i < std::min(count, end + STRETCH); ++i) prefetch(slots[i]);
+      cache_.load_latents(slots + t, end - t, rows + t * width);
+      decompressed_keys_.read(cache_.keys, slots + t, end - t, rows + t * width);
+    }
+    for (int64_t t = 0; t < count; ++t) row[t] = rows + t * width;
+  }
+
+  void prefetch(int32_t slot) override {
+    decompressed_keys_.prefetch(slot);
+    cache_.cached.prefetch(&slot, 1, {0, cache_.keys.up.R});
   }
 
  private:

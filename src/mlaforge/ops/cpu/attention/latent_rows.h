@@ -51,6 +51,8 @@ class LatentRows : public RowSource {
     for (int64_t t = 0; t < count; ++t) row[t] = rows_ + (first + t) * width;
   }
 
+  void prefetch(int32_t slot) override { of_.cached.prefetch(&slot, 1, {0, of_.keys.up.R}); }
+
  private:
   const LatentCache& of_;
   Scratch scratch_;

@@ -40,6 +40,8 @@ class RowSource {
   virtual ~RowSource() = default;
   // Sets `row` to the rows of `count` tokens of a chunk, from `position` on, at these slots. Valid until the next call.
   virtual void stage(int64_t position, const int32_t* slots, int64_t count, const bf16** row) = 0;
+  // Prefetches what `stage` reads for a slot.
+  virtual void prefetch(int32_t slot) = 0;
 };
 
 // Whether a sequence has more columns than a task, so that every task reads all chunks. Otherwise every chunk is a task.
@@ -137,9 +139,9 @@ struct TaskChunk {
 
 // Reads a thread's cached rows chunk by chunk: staged as elements (T = bf16), or in place (T = int8_t: codes, then scales).
 //
-// Keeps memory busy. Rows that are read in place are prefetched for the next chunk one by one, about once per row of the
-// current chunk: many prefetches at once would stall the core. For rows that are decoded, values are prefetched while keys
-// are staged, and the next chunk's keys while values are.
+// Keeps memory busy. Rows that are read in place or computed are prefetched for the next chunk one by one, about once per
+// row of the current chunk: many prefetches at once would stall the core. For rows that are decoded, values are prefetched
+// while keys are staged, and the next chunk's keys while values are.
 template <typename T>
 class RowReader {
  public:
@@ -178,9 +180,13 @@ class RowReader {
     }
   }
 
-  // Prefetches one row of the next chunk, if rows are read in place.
+  // Prefetches one row of the next chunk, if rows are read in place or computed.
   void prefetch_step() {
-    if (!in_place_ || !next_.task || prefetch_at_ >= next_slots_.to) return;
+    if (!(in_place_ || source_) || !next_.task || prefetch_at_ >= next_slots_.to) return;
+    if (source_) {
+      if (!attention_.prompt(next_.task->sequence)) source_->prefetch(next_slots_.slots[prefetch_at_++]);
+      return;
+    }
     for (const ColumnRange& range : {next_.task->set.keys(), next_.task->set.values_outside_keys(attention_.row)}) {
       if constexpr (CODES) attention_.rows.prefetch_codes(next_slots_.slots[prefetch_at_], range);
       else attention_.rows.prefetch(next_slots_.slots + prefetch_at_, 1, range);

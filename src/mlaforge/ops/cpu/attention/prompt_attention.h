@@ -47,15 +47,14 @@ struct CachedLatents {
 
   // Loads the rows at `count` slots to `to`, whose rows are `stride` apart.
   void load(const int32_t* slots, int64_t count, bf16* to, int64_t stride) const {
-    Scratch scratch;
-    auto* decoded = scratch.get<bf16>(cached.scratch_elements(STRETCH));
-    const bf16* row[STRETCH];
-    for (int64_t t = 0; t < count; t += STRETCH) {
-      const int64_t batch = std::min(STRETCH, count - t);
-      cached.stage(slots + t, batch, {ColumnRange{0, cached.width}, ColumnRange{}}, decoded, row);
-      for (int64_t i = 0; i < batch; ++i, to += stride) {
-        up.copy_latent(row[i], to);
-        std::copy(row[i] + up.R, row[i] + cached.width, to + up.K);
+    const int64_t others = cached.width - up.R;
+    for (int64_t t = 0, end; t < count; t = end) {
+      end = std::min(count, t + STRETCH);
+      cached.prefetch(slots + end, std::min(STRETCH, count - end), {0, cached.width});
+      cached.read(slots + t, end - t, cached.width, to + t * stride, stride);
+      for (bf16* row = to + t * stride; row < to + end * stride; row += stride) {
+        std::memmove((void*)(row + up.K), row + up.R, 2 * others);
+        std::fill(row + up.R, row + up.K, bf16(0.0f));
       }
     }
   }

@@ -40,20 +40,21 @@ __attribute__((noinline)) void weighted_sum(const float* weights, const bf16* co
 #pragma GCC unroll 12
     for (int n = 0; n < N; ++n) evens[c][n] = odds[c][n] = splat(0.0f);
   const bool full = width >= C * LANES;
-  for (int64_t t = 0; t < count; ++t) {
-    const bf16* from = values[t] + offset;
+  auto sum = [&](auto load) {
+    for (int64_t t = 0; t < count; ++t) {
 #pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
-      const Pairs value = full ? pairs(from + c * LANES) : pairs(from, width);
-      const Floats lower = even(value), upper = odd(value);
+      for (int c = 0; c < C; ++c) {
+        auto add = [&](auto half, Floats* sums) {
+          const float* weight = reloaded(weights + t);
+          const Floats value = half(load(reloaded(values[t] + offset + c * LANES)));
 #pragma GCC unroll 12
-      for (int n = 0; n < N; ++n) {
-        const Floats weight = splat(weights[n * CHUNK + t]);
-        evens[c][n] = fma(weight, lower, evens[c][n]);
-        odds[c][n] = fma(weight, upper, odds[c][n]);
+          for (int n = 0; n < N; ++n) sums[n] = fma(splat(weight[n * CHUNK]), value, sums[n]);
+        };
+        add([](Pairs p) { return even(p); }, evens[c]), add([](Pairs p) { return odd(p); }, odds[c]);
       }
     }
-  }
+  };
+  full ? sum([](const bf16* from) { return pairs(from); }) : sum([&](const bf16* from) { return pairs(from, width); });
 #pragma GCC unroll 12
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 2

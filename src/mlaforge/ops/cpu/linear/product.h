@@ -11,7 +11,7 @@
 #ifdef __AVX512F__
 constexpr int ROWS = 12;
 #else
-constexpr int ROWS = 6;
+constexpr int ROWS = 5;  // a sixth would spill accumulators
 #endif
 
 // Blocks of 16 outputs per pass: dependent additions are slower than memory, and eight independent accumulators hide their

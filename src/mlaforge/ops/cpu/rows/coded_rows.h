@@ -60,19 +60,20 @@ struct CodedRows {
     std::memcpy(to + scale_offset_, rotary.data() + rotary_.scales_offset(), 2);
   }
 
-  // Decodes elements [first, last) of the rows at `slots` to their columns of rows [count, width].
-  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows) const {
+  // Decodes elements [first, last) of the rows at `slots` to their columns of `count` rows, `stride` elements apart.
+  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
+            int64_t stride) const {
     const int64_t end = std::min(last, rank);
     for (const Run& run : runs_)
       if (run.first < end && run.first + run.count > first)
-        read_run(run, packed, slots, count, first, end, rows, std::make_integer_sequence<int, MAX_BITS>());
+        read_run(run, packed, slots, count, first, end, rows, stride, std::make_integer_sequence<int, MAX_BITS>());
     const int64_t from = std::max<int64_t>(first - rank, 0), until = last - rank;
     for (int64_t t = 0; t < count && from < until; ++t) {
       const uint8_t* row = packed + slots[t] * bytes_;
       const Floats scale = broadcast((const bf16*)(row + scale_offset_));
       const auto* codes = (const int8_t*)(row + rope_offset_);
       for (int64_t i = from; i < until; i += 16)
-        narrow(rows + t * width + rank + i, widen(codes + i, until - i) * scale, std::min<int64_t>(16, until - i));
+        narrow(rows + t * stride + rank + i, widen(codes + i, until - i) * scale, std::min<int64_t>(16, until - i));
     }
   }
 
@@ -154,18 +155,18 @@ struct CodedRows {
 
   template <int... B>
   void read_run(const Run& run, const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last,
-                bf16* rows, std::integer_sequence<int, B...>) const {
-    ((run.bits == B + 1 ? read_run<B + 1>(run, packed, slots, count, first, last, rows) : void()), ...);
+                bf16* rows, int64_t stride, std::integer_sequence<int, B...>) const {
+    ((run.bits == B + 1 ? read_run<B + 1>(run, packed, slots, count, first, last, rows, stride) : void()), ...);
   }
 
   template <int B>
   void read_run(const Run& run, const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last,
-                bf16* rows) const {
+                bf16* rows, int64_t stride) const {
     const int64_t begin = std::max<int64_t>(0, first - run.first) / BLOCK * BLOCK;
     const int64_t end = std::min(run.count, last - run.first);
     for (int64_t t = 0; t < count; ++t) {
       const uint8_t* row = packed + slots[t] * bytes_;
-      bf16* to = rows + t * width + run.first;
+      bf16* to = rows + t * stride + run.first;
       for (int64_t i = begin; i < end; i += BLOCK) {
         std::array<const uint8_t*, 4> from;
         for (int64_t plane = 0; plane < 4; ++plane) from[plane] = row + run.offsets[plane] + i * WIDTHS[plane] / 8;

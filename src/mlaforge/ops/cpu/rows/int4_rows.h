@@ -37,13 +37,15 @@ struct Int4Rows {
     }
   }
 
-  // Decodes elements [first, last) of the rows at `slots` to their columns of rows [count, width].
-  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows) const {
+  // Decodes elements [first, last) of the rows at `slots` to their columns of `count` rows, `stride` elements apart.
+  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
+            int64_t stride) const {
     // Consecutive tokens of one unit are decoded together.
     for (int64_t t = 0, end; t < count; t = end) {
       for (end = t + 1; end < count && slots[end] == slots[end - 1] + 1 && slots[end] % TOKENS;) ++end;
       const int64_t token = slots[t] % TOKENS;
-      read_unit(packed + slots[t] / TOKENS * unit_bytes(), token, token + end - t, first, last, rows + t * width);
+      read_unit(packed + slots[t] / TOKENS * unit_bytes(), token, token + end - t, first, last, rows + t * stride,
+                stride);
     }
   }
 
@@ -65,9 +67,10 @@ struct Int4Rows {
     return sizes;
   }
 
-  // Decodes elements [first, last) of tokens [from, to) of a unit to their columns of rows [to - from, width].
-  void read_unit(const uint8_t* bytes, int64_t from, int64_t to, int64_t first, int64_t last, bf16* rows) const {
-    const int64_t C = channels(), W = width;
+  // Decodes elements [first, last) of tokens [from, to) of a unit to their columns of rows, `stride` elements apart.
+  void read_unit(const uint8_t* bytes, int64_t from, int64_t to, int64_t first, int64_t last, bf16* rows,
+                 int64_t stride) const {
+    const int64_t C = channels();
     const Unit unit = at((uint8_t*)bytes);
     // Full loads may read past the codes and scales: other parts of the unit follow them.
     for (int64_t c = first; c < std::min(last, C); c += LANES) {
@@ -78,7 +81,7 @@ struct Int4Rows {
         Floats evens, odds;
         unpack_nibbles(unit.keys + (t * C + c) / 2, evens, odds);
         const Pairs decoded = narrow_interleaved(fma(evens, even_scale, even_min), fma(odds, odd_scale, odd_min));
-        store(rows + (t - from) * W + c, decoded, count);
+        store(rows + (t - from) * stride + c, decoded, count);
       }
     }
     for (int64_t c = std::max(first, C) - C, end; c < last - C; c = end) {
@@ -89,7 +92,7 @@ struct Int4Rows {
         // A value is one of 16, so it is looked up.
         const NibbleLookup lookup(fma(lane_indices(), broadcast(unit.value_scales + row), broadcast(unit.value_minima + row)));
         for (int64_t d = c; d < end; d += LANES)
-          store(rows + (t - from) * W + C + d, lookup.of(unit.values + (t * C + d) / 2), std::min(LANES, end - d));
+          store(rows + (t - from) * stride + C + d, lookup.of(unit.values + (t * C + d) / 2), std::min(LANES, end - d));
       }
     }
   }

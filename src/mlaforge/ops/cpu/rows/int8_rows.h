@@ -31,23 +31,25 @@ struct Int8Rows {
       const float step = *scale++;
       const bool valid = step > 0 && step < INF;
       // No code exceeds 127, because scales are rounded up.
-      for (int64_t i = 0; i < size; ++i) codes[i] = valid ? int8_t(std::nearbyint(float(row[i]) / step)) : int8_t(0);
+      for (int64_t i = 0; i < size; i += 16)
+        store(codes + i, valid ? widen(row + i, size - i) / splat(step) : splat(0.0f), size - i);
       row += size, codes += size;
     }
   }
 
-  // Decodes elements [first, last) of the rows at `slots` to their columns of rows [count, width].
-  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows) const {
-    const int64_t stride = unit_bytes(), width = this->width;
+  // Decodes elements [first, last) of the rows at `slots` to their columns of `count` rows, `stride` elements apart.
+  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
+            int64_t stride) const {
+    const int64_t bytes = unit_bytes();
     for (int64_t group = 0, group_begin = 0; group_begin < last; group_begin += group_sizes[group++]) {
       const int64_t from = std::max(group_begin, first), end = std::min(group_begin + group_sizes[group], last);
       const int64_t scale_offset = scales_offset() + 2 * group;
       if (from >= end) continue;
       for (int64_t t = 0; t < count; ++t) {
-        const uint8_t* packed_row = packed + slots[t] * stride;
+        const uint8_t* packed_row = packed + slots[t] * bytes;
         const auto* codes = (const int8_t*)packed_row;
         const Floats scale16 = broadcast((const bf16*)(packed_row + scale_offset));
-        bf16* row = rows + t * width;
+        bf16* row = rows + t * stride;
         int64_t i = from;
         for (; i + LANES <= end; i += LANES) narrow(row + i, widen(codes + i) * scale16, widen(codes + i + 16) * scale16);
         for (; i < end; i += 16) narrow(row + i, widen(codes + i, end - i) * scale16, std::min<int64_t>(16, end - i));

@@ -7,8 +7,8 @@
 //   explicit <Name>Rows(at::IntArrayRef)       from the descriptor's other numbers
 //   width, unit_bytes()                        elements of a row; bytes of a unit
 //   write(rows, unit)                          packs TOKENS contiguous rows of bf16 into a unit
-//   read(packed, slots, count, first, last, rows)    decodes elements [first, last) of the rows at `slots` to their columns
-//                                              of rows [count, width]
+//   read(packed, slots, count, first, last, rows, stride)   decodes elements [first, last) of the rows at `slots` to their
+//                                              columns of `count` rows, `stride` elements apart
 //   prefetch(packed, slot, first, last)        prefetches elements [first, last) of a row
 //   codes()                                    optional: kernels may multiply the codes of the rows in place (row_codes.h)
 #pragma once
@@ -24,8 +24,8 @@ class RowFormat {
 
   virtual ~RowFormat() = default;
   virtual void write(const bf16* rows, uint8_t* unit) const = 0;
-  virtual void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last,
-                    bf16* rows) const = 0;
+  virtual void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
+                    int64_t stride) const = 0;
   virtual void prefetch(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last) const = 0;
 
  protected:
@@ -41,9 +41,9 @@ class FormatRows final : public RowFormat {
 
   void write(const bf16* rows, uint8_t* unit) const override { format_.write(rows, unit); }
 
-  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last,
-            bf16* rows) const override {
-    format_.read(packed, slots, count, first, last, rows);
+  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
+            int64_t stride) const override {
+    format_.read(packed, slots, count, first, last, rows, stride);
   }
 
   void prefetch(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last) const override {

@@ -77,7 +77,17 @@ class Rows {
       while (end < count && slots[end] < slots_) ++end;
       for (int64_t i = t; i < end; ++i) row[i] = scratch + i * width;
       for (const ColumnRange& range : ranges)
-        if (range.count) format_->read(packed_, slots + t, end - t, range.first, range.end(), scratch + t * width);
+        if (range.count) format_->read(packed_, slots + t, end - t, range.first, range.end(), scratch + t * width, width);
+    }
+  }
+
+  // Copies the first `elements` of the rows at `count` slots to rows that are `stride` elements apart.
+  void read(const int32_t* slots, int64_t count, int64_t elements, bf16* rows, int64_t stride) const {
+    for (int64_t t = 0, end; t < count; t = end) {
+      for (end = t; end < count && slots[end] < slots_;) ++end;
+      if (end > t) format_->read(packed_, slots + t, end - t, 0, elements, rows + t * stride, stride);
+      for (; end < count && slots[end] >= slots_; ++end)
+        std::memcpy((void*)(rows + end * stride), unquantized_ + (slots[end] - slots_) * width, 2 * elements);
     }
   }
 

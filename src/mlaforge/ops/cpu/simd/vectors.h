@@ -38,6 +38,10 @@ inline Bits lanes_between(int64_t low, int64_t high) {
 
 struct Floats { __m512 reg; };
 
+// Only AVX2 has too few registers.
+template <typename T>
+const T* reloaded(const T* from) { return from; }
+
 inline Floats splat(float x) { return {_mm512_set1_ps(x)}; }
 inline Floats load(const float* from) { return {_mm512_loadu_ps(from)}; }
 inline Floats load(const float* from, int64_t count) {
@@ -139,6 +143,9 @@ inline bool pairs_are_fast() {
 inline void store(int16_t* to, Floats x) {
   _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x.reg)));
 }
+inline void store(int8_t* to, Floats x, int64_t count) {
+  _mm_mask_storeu_epi8(to, __mmask16(lanes_between(0, count)), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.reg)));
+}
 inline Pairs broadcast(const int16_t* pair) {
   int32_t bits;
   std::memcpy(&bits, pair, 4);
@@ -198,6 +205,13 @@ inline void store_fours(float* to, Floats evens, Floats odds) {
 #else
 
 struct Floats { __m256 low, high; };
+
+// Returns an address from which the compiler loads again what it would keep in registers: accumulators need all of them.
+template <typename T>
+const T* reloaded(const T* from) {
+  asm volatile("" : "+r"(from));
+  return from;
+}
 
 inline Floats splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
@@ -341,6 +355,13 @@ inline Floats floats(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi3
 inline void store(int16_t* to, Floats x) {
   const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
   _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+inline void store(int8_t* to, Floats x, int64_t count) {
+  alignas(32) int16_t words[16];
+  store(words, x);
+  const __m128i bytes = _mm_packs_epi16(_mm_load_si128((const __m128i*)words), _mm_load_si128((const __m128i*)words + 1));
+  if (count >= 16) return _mm_storeu_si128((__m128i*)to, bytes);
+  std::memcpy(to, &bytes, count);
 }
 inline Pairs broadcast(const int16_t* pair) {
   int32_t bits;
