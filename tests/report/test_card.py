@@ -24,7 +24,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     conversion.metrics |= {"log_ratio_stderr": 0.004, "windows": 8}
     recorded.save(conversion, folder / "deep" / "tiny-latent")
     recorded.save(recorded.conversion("latent_rope", 1.27), folder / "tiny|rope")
-    evaluation = recorded.evaluation()
+    evaluation = recorded.evaluation(
+        teacher_ppl=18.5, ratio=1.028, log_ratio_stderr=0.002, kl=0.0123, kl_p99=0.234, top1=0.9512
+    )
     evaluation.inputs["model"]["path"] = "elsewhere/tiny-latent"
     recorded.save(evaluation, folder / "eval")
     comparison = recorded.judged()
@@ -59,6 +61,7 @@ def test_card_shows_the_measurements(runs: Path, tmp_path: Path) -> None:
     text, _ = write_card(runs, tmp_path / "card", model="deep/tiny-latent")
     for expected in (
         "| wiki.test | 19.019 | 19.418 | ×1.021 | ×1.011 – ×1.031 |", "46.9 % of the original's", "84.1 MiB",
+        "| wiki.test | 18.500 | 19.019 | ×1.028 | ×1.023 – ×1.033 |", "| wiki.test | 0.0123 | 0.234 | 95.1 % |",
         "| kl | 0.05 | 0 | 0.05 | 0.02 | fail |", "has not passed",
         "| test machine | mlaforge | 4096 × 1 | none | 45.0 | 50 % |", "| 512 × 1 | 2 by ngram | 71.5 |",
         "| 4096 × 1 | 3 by ngram, specpv | 61.0 |",
@@ -85,6 +88,7 @@ def test_technical_report_is_complete(runs: Path, tmp_path: Path) -> None:
         "| tiny\\|rope | latent_rope |", "much faster", "104 112 120", "8,192 does not fit",
         "- healing curves: `mlaforge heal", "19.019", "min – max",
         "| 4096 × 1 | 3 ngram, specpv | 61.0 |", ", 62 % kept |",
+        "| eval | 18.500 | ×1.028 | 0.0123 | 0.234 | 95.1 % |",
     ):  # fmt: skip
         assert expected in report, expected
     numbers = json.loads((tmp_path / "card" / card.NUMBERS).read_text())

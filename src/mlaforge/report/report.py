@@ -146,7 +146,8 @@ def summarise(folder: Path) -> dict[str, Any]:
         "healings": [_learning(record) for record in of["heal"]],
         "trainings": [_learning(record) for record in of["draft train"]],
         "acceptances": comparisons or [_comparison({**r, "metrics": r["acceptance"]}) for r in parts["acceptance"]],
-        "evaluations": [_evaluation(record) for record in of["eval"]],
+        "evaluations": (evaluations := [_evaluation(record) for record in of["eval"]]),
+        "diverging": [record for record in evaluations if number(record["metrics"], "kl") is not None],
         "generations": [{**record, "shared": _shared(record)} for record in of["generate"]],
         # The latest of each kind, scope and device; `results` has all.
         "scenarios": latest(results["scenario"]),
@@ -183,8 +184,20 @@ def _record(name: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def _evaluation(record: dict[str, Any]) -> dict[str, Any]:
-    """An `eval` record with the 95 % interval of its perplexity."""
-    return {**record, "ppl_interval": _exponential(record["metrics"], "nll", "nll_stderr")}
+    """An `eval` record with the 95 % intervals of its perplexity, and of its ratio to the original's."""
+    metrics = record["metrics"]
+    return {
+        **record,
+        "ppl_interval": _exponential(metrics, "nll", "nll_stderr"),
+        "ratio_interval": _ratio_interval(metrics),
+    }
+
+
+def _ratio_interval(metrics: dict[str, Any]) -> list[float] | None:
+    """95 % interval of a perplexity ratio."""
+    ratio = number(metrics, "ratio")
+    loss = math.log(ratio) if ratio and ratio > 0 else None
+    return _exponential({**metrics, "loss": loss}, "loss", "log_ratio_stderr")
 
 
 def _exponential(metrics: dict[str, Any], mean: str, stderr: str) -> list[float] | None:
@@ -248,7 +261,7 @@ def _conversion(record: dict[str, Any], contexts: dict[str, int]) -> dict[str, A
         "predicted_loss": sum(losses) if losses else None,
         "measured_loss": loss,
         "form": f"{layout}, {_size(bits, fraction)}",
-        "ratio_interval": _exponential({**metrics, "loss": loss}, "loss", "log_ratio_stderr"),
+        "ratio_interval": _ratio_interval(metrics),
     }
 
 
