@@ -41,7 +41,8 @@ def comparisons(student: States, teacher: States, texts: Iterable[Tensor]) -> li
     their most likely tokens are equal (0 or 1), per token but the first: fp32 [4, T-1] on the CPU, in nats."""
     parts = []
     for ids, a, b in zip(texts, student[0], teacher[0], strict=True):
-        values = compare((a[:-1], student[1]), (b[:-1], teacher[1]), ids[1:].to(a.device))
+        count = len(ids) - 1  # the last token has no successor
+        values = compare((a[:count], student[1]), (b[:count], teacher[1]), ids[1:].to(a.device))
         parts.append(torch.stack([value.float() for value in values]).cpu())
     return parts
 
