@@ -82,7 +82,8 @@ class Simulated:
 
     @functools.cached_property
     def energies(self) -> Tensor:
-        return rivals.pair_energies(self.model, self.tuned)
+        # As many tokens as Block-GTQ calibrates with.
+        return rivals.pair_energies(self.model, self.tuned[:1])
 
     def rival(self, row: dict[str, Any]) -> rivals.Rival | None:
         if row["form"] == "gqa":
