@@ -60,7 +60,7 @@ bench-healing: $(VENV)/.ready
 bench-front: $(VENV)/.ready
 	$(BIN)/python benchmarks/front.py --data ../shared/data
 
-# docs/front-light.svg and docs/front-dark.svg, from committed measurements.
+# docs/front-*.svg and docs/speed-*.svg, from committed measurements.
 front: $(VENV)/.ready
 	$(BIN)/python benchmarks/front_picture.py
 

@@ -5,10 +5,11 @@ weights, of an older checkout, transformers, llama.cpp and vLLM.
         [--cases 128x1 2048x1 8000x1 128x8 2048x8] [--peers NAME ...] [--out FILE.json]
 
 SmolLM2-135M-Instruct and conversions of it to half its cache, greedy, prompts cut from wiki.test.raw, 2 threads. A case
-is context x batch. Every peer is a process of its own (engine_peers.py) that does nothing while another is measured; in
-each round all peers continue the same prompts by --steps tokens, one peer after another. A round's step is the median
-of its steps. Rounds go on until the 95 % intervals of the ratios to the base and to transformers are within 5 % of them
-to both sides, or there are --rounds. Prompts are computed anew --prefills times.
+is context x batch; `sparse` peers read a selection of 1,024 tokens. Every peer is a process of its own
+(engine_peers.py) that does nothing while another is measured; in each round all peers continue the same prompts by
+--steps tokens, one peer after another. A round's step is the median of its steps. Rounds go on until the 95 % intervals
+of the ratios to the base and to transformers are within 5 % of them to both sides, or there are --rounds. Prompts are
+computed anew --prefills times.
 
 `base` is mlaforge at CHECKOUT (`git worktree add CHECKOUT 51e5217`, before attention and products had kernels for AMX
 and for latents): a conversion is measured against it, so that nothing is lost by making the original faster. `share` is
@@ -46,6 +47,9 @@ from mlaforge.planning.plan import plan_of
 from mlaforge.rendering.page import interval
 from mlaforge.runtime import log
 
+# Ending of the peers that read a selection of 1,024 tokens.
+SPARSE = ", sparse"
+CODED = ("latent, 4 bits", "latent, 3 bits", f"latent, 4 bits{SPARSE}")
 HERE = Path(__file__).parent
 SCRATCH = HERE / ".scratch"
 # Least ratios (peer's time over that of a row's own): to the base's original by converted layout and case, ...
@@ -90,14 +94,18 @@ class Peer:
 
 
 def converted(directory: Path, name: str) -> Path:
-    """The model in a layout at half its cache, or in the bits a number that a name ends with. What it was calibrated on
-    does not matter to its speed."""
-    layout, _, bits = name.partition(", ")
-    kept = {"bits": float(bits.split()[0])} if bits else {"budget": 0.5}
-    out = SCRATCH / f"smollm2-{layout}-{bits.replace(' ', '-') or 50}"
+    """The model in a layout at half its cache, or in the bits a number that a name has; with an index if it is sparse.
+    What it was calibrated on does not matter to its speed."""
+    dense = name.removesuffix(SPARSE)
+    layout, _, bits = dense.partition(", ")
+    out = SCRATCH / f"smollm2-{name.replace(', ', '-').replace(' ', '-')}"
+    if layout == "original":
+        mlaforge.sparsify(directory, out, text="embedded", nsamples=8)
+        return out
+    size = {"bits": float(bits.split()[0])} if bits else {"budget": 0.5}
     mlaforge.convert(
-        directory, out, layout=layout, calibration="embedded", nsamples=8, seqlen=256, eval_windows=1, dense=True,
-        **kept,
+        directory, out, layout=layout, calibration="embedded", nsamples=8, seqlen=256, eval_windows=1,
+        dense=dense == name, **size,
     )  # fmt: skip
     return out
 
@@ -121,7 +129,7 @@ def peers(options: argparse.Namespace, directory: Path) -> Iterator[dict[str, Pe
     for stored in ("int8", "int4"):
         words = [sys.executable, script, "mlaforge", directory, "auto", stored]
         commands[f"original, {stored} rows"] = words, ours, None, True
-    for layout in ("latent", "latent_rope", "latent, 4 bits", "latent, 3 bits"):
+    for layout in ("latent", "latent_rope", *CODED, f"original{SPARSE}"):
         if not options.peers or layout in options.peers:
             model = converted(directory, layout)
             reads = SourceModel.open(model), bf16
@@ -192,6 +200,8 @@ def rows_of(
             "share": None if least is None else least / median, "prefill_seconds": prefill,
             "prefill_ratio": fastest and fastest / prefill, "rounds_ms": [1e3 * t for t in decoded[name]],
         }  # fmt: skip
+        if name.partition(", ")[0] in ("original", "latent", "latent_rope"):
+            row["cache_bytes"] = running[name].ask("cache_bytes")
         for reference in filter(None, ("base", "original", best)):
             if reference in decoded:
                 mean, spread = ratio(decoded[reference], decoded[name])

@@ -6,6 +6,7 @@ KIND is mlaforge (whichever checkout PYTHONPATH names), transformers, llama (lla
 vllm, each in an environment that has it; ROWS is mlaforge's kv_cache_dtype. Commands, of prompts as token ids:
 
     ["prefill", PROMPTS]   seconds until all of them are computed, of which nothing is known yet; they are then known
+    ["cache_bytes"]        all bytes of the prompts, and of two tokens more, in mlaforge's cache
     ["steps", COUNT]       seconds between tokens of all of them at once, continued greedily
     ["perplexity", WINDOWS]
 
@@ -71,6 +72,15 @@ class Mlaforge:
             if len(engine.step()) == len(self._prompts):
                 times.append(time.perf_counter())
         return between(times)[:count]
+
+    def cache_bytes(self) -> int:
+        engine, used = self._llm.engine, 0
+        for index, prompt in enumerate(self._prompts):
+            engine.add(f"{index}", prompt, self._params(temperature=0.0, max_tokens=2, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+            used = max(used, engine.stats().cache_bytes_used)
+        return used
 
     def perplexity(self, windows: Prompts) -> float:
         outputs = self._llm.generate(windows, self._params(max_tokens=0, prompt_logprobs=0))

@@ -3,28 +3,37 @@
     python benchmarks/front.py --data ../shared/data [--scratch FOLDER] [--out FILE.json]
 
 SmolLM2-135M-Instruct in bf16 on a CPU, in the windows of benchmarks/kv_cache.py: 16 of 2048 tokens of wiki.test.raw and
-4 of Python source. Conversions, and the basis of the plain code, are calibrated on WikiText's validation text. Latents
-of plain rows are read through the engine's cache. Formats that the engine lacks (rivals.py) are simulated by rounding
-in transformers' cache; `4 bits, whole` checks the simulation against the engine's int4. Every row is compared with the
-unrounded cache in the same code. Bytes are those of 2048 tokens, including scales, norms, first tokens and blocks. An
-interrupted run resumes; --scratch keeps conversions. benchmarks/front_picture.py plots the results.
+4 of Python source. Conversions, and what rivals calibrate, are calibrated on WikiText's validation text. Latents of
+plain rows are read through the engine's cache. Formats that the engine lacks (rivals.py) are simulated by rounding in
+transformers' cache; `4 bits, whole` checks the simulation against the engine's int4. Every row is compared with the
+unrounded cache in the same code: perplexity and divergence. Bytes are those of 2048 tokens, including scales, norms,
+first tokens and blocks. An interrupted run resumes; --scratch keeps conversions. benchmarks/front_picture.py plots the
+results.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import rivals
-from kv_cache import CALIBRATION_WINDOWS, LENGTH, cache_bytes, losses
+from kv_cache import (
+    CALIBRATION_WINDOWS,
+    DIVERGENCES,
+    LENGTH,
+    Reference,
+    cache_bytes,
+    divergence_cells,
+    engine_states,
+    open_llm,
+)
 from rows import Results, command, evaluation_texts, parser, wikitext, without_repeats
 from torch import Tensor
 
-from mlaforge import LLM
 from mlaforge.checkpoint.loading import load_model
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.conversion import convert
@@ -38,6 +47,7 @@ WINDOWS = {"wiki": 16, "code": 4}
 SIMULATED = [
     *(("rotated", f"{bits} bits") for bits in (4, 3)), ("blocks", "2 bits"),
     *(("plain code", f"{bits} bits") for bits in (4, 3, 2)), ("rotated", "2 bits"), ("blocks", "4 bits, whole"),
+    *(("pair widths", f"{bits} bits") for bits in (4, 3, 2)),
 ]  # fmt: skip
 # Layout and share of plain rows.
 CONVERTED = [("latent", 0.75), ("latent", 0.5), ("latent", 0.25), ("latent_rope", 0.5)]
@@ -57,10 +67,23 @@ def row_keys() -> Iterator[dict[str, Any]]:
 class Simulated:
     """The original in transformers with simulated cache formats."""
 
-    def __init__(self, original: Path, tuned: Tensor):
+    def __init__(self, original: Path, tuned: Tensor, texts: dict[str, Tensor]):
         self.spec = SourceModel.open(original).spec
         self.model = load_model(original, "bfloat16")
         self.tuned = tuned
+        self.reference = Reference(original, texts, self._states(texts, None))
+
+    def _states(self, texts: dict[str, Tensor], rival: rivals.Rival | None) -> dict[str, Tensor]:
+        return {name: rivals.rounded_states(self.model, rival, ids).float() for name, ids in texts.items()}
+
+    @functools.cached_property
+    def bases(self) -> list[tuple[rivals.Basis, rivals.Basis]]:
+        return rivals.plain_bases(self.model, self.tuned)
+
+    @functools.cached_property
+    def energies(self) -> Tensor:
+        # As many tokens as Block-GTQ calibrates with.
+        return rivals.pair_energies(self.model, self.tuned[:1])
 
     def rival(self, row: dict[str, Any]) -> rivals.Rival | None:
         if row["form"] == "gqa":
@@ -69,22 +92,16 @@ class Simulated:
         if row["form"] == "blocks" and "whole" in row["stored"]:
             return rivals.Blocks(bits, group=self.spec.layers[0].head_dim, exempt=0)
         if row["form"] == "plain code":
-            if not hasattr(self, "bases"):
-                self.bases = rivals.plain_bases(self.model, self.tuned)
             return rivals.PlainCode(bits, self.model, self.bases)
+        if row["form"] == "pair widths":
+            return rivals.PairWidths(bits, self.energies)
         return rivals.Blocks(bits) if row["form"] == "blocks" else rivals.Rotated(bits)
 
-    def measured(self, row: dict[str, Any], texts: dict[str, Tensor]) -> dict[str, Any]:
+    def measured(self, row: dict[str, Any]) -> dict[str, Any]:
         rival, plain = self.rival(row), 2 * LENGTH
-        ppl = {name: math.exp(rivals.rounded_losses(self.model, rival, ids).mean()) for name, ids in texts.items()}
-        layers = self.spec.layers
-        size = sum(rival.bytes(layer, LENGTH) if rival else plain * layer.cached for layer in layers)
-        return {"ppl": ppl, "bytes": size}
-
-
-def measure_engine(directory: Path, stored: str, texts: dict[str, Tensor]) -> dict[str, Any]:
-    llm = LLM(directory, dtype="bfloat16", device="cpu", kv_cache_dtype=stored, cache_bytes=256 << 20, max_num_seqs=4)
-    return {"ppl": {n: math.exp(losses(llm, ids).mean()) for n, ids in texts.items()}, "bytes": cache_bytes(llm)}
+        states = self._states(self.reference.texts, rival) if rival else self.reference.states
+        size = sum(rival.bytes(layer, LENGTH) if rival else plain * layer.cached for layer in self.spec.layers)
+        return {**self.reference.compare(states), "bytes": size}
 
 
 def main() -> None:
@@ -103,10 +120,11 @@ def main() -> None:
         texts = {name: w.ids for name, w in without_repeats(eval_windows, overlap.passages(tuned)).items()}
         results.body["tokens"] = {name: ids.numel() for name, ids in texts.items()}
         simulated: Simulated | None = None
+        reference: Reference | None = None
         for row in results.missing(row_keys()):
             if row["how"] == "simulated rounding":
-                simulated = simulated or Simulated(original, tuned.ids)
-                measurement = simulated.measured(row, texts)
+                simulated = simulated or Simulated(original, tuned.ids, texts)
+                measurement = simulated.measured(row)
             else:
                 directory = original
                 if row["budget"] is not None:
@@ -116,7 +134,9 @@ def main() -> None:
                         seqlen=LENGTH, eval_windows=0, device="cpu", dense=True,
                     )  # fmt: skip
                     convert.run(str(original), directory, config, calibrated=scratch / "calibration")
-                measurement = measure_engine(directory, row["stored"], texts)
+                reference = reference or Reference(original, texts, engine_states(open_llm(original, "bf16"), texts))
+                llm = open_llm(directory, row["stored"])
+                measurement = {**reference.compare(engine_states(llm, texts)), "bytes": cache_bytes(llm)}
             exact = next((r for r in results.rows if r["how"] == row["how"]), measurement)
             ratio = {name: measurement["ppl"][name] / exact["ppl"][name] for name in texts}
             results.add({**row, **measurement, "ratio": ratio, "bytes_ratio": measurement["bytes"] / exact["bytes"]})
@@ -124,10 +144,12 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    heads = ("form", "rows", "rank's share", "how", "bytes of bf16's", "wiki.test ppl ratio", "Python source")
+    heads = ("form", "rows", "rank's share", "how", "bytes of bf16's", "wiki.test ppl ratio", "Python source",
+             *DIVERGENCES)  # fmt: skip
     cells = [
         (row["form"], row["stored"], f"{row['budget']:.1%}" if row["budget"] else "–", row["how"],
-         f"{row['bytes_ratio']:.1%}", f"{row['ratio']['wiki']:.4f}", f"{row['ratio']['code']:.4f}") for row in rows
+         f"{row['bytes_ratio']:.1%}", f"{row['ratio']['wiki']:.4f}", f"{row['ratio']['code']:.4f}",
+         *divergence_cells(row, "wiki")) for row in rows
     ]  # fmt: skip
     return markdown_table([heads, *cells])
 

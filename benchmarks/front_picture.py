@@ -1,9 +1,10 @@
-"""Plots docs/front-light.svg and docs/front-dark.svg from committed measurements.
+"""Plots docs/front-*.svg and docs/speed-*.svg, light and dark, from committed measurements.
 
     python benchmarks/front_picture.py [--folder docs]
 
-Quality by bytes from front.json, kv_cache.json, conversion.json and healing.json, on text of the calibration's kind and
-on another; decoding speed by the same bytes from engine-rows.json. docs/results.md says how each point was measured.
+front: quality by bytes of the cache from front.json, kv_cache.json, conversion.json and healing.json, on text of the
+calibration's kind and on another. speed: decoding after 8,000 tokens by the same bytes from engine-rows.json and
+engine-rows-avx512.json. docs/results.md says how each point was measured.
 """
 
 from __future__ import annotations
@@ -19,36 +20,45 @@ from mlaforge.rendering.page import GRID, INK, MUTED, PLOT_STYLE
 
 HERE = Path(__file__).parent
 TEXTS = {"wiki": "WikiText: the calibration's kind of text", "code": "Python source: another kind"}
-CASES = {"2048x1": "Decoding after 2,048 tokens, one request", "8000x1": "Decoding after 8,000 tokens, one request"}
+# File of benchmarks/engine.py -> processor.
+MACHINES = {"engine-rows": "Two cores with AMX", "engine-rows-avx512": "Two cores with AVX-512 (Zen 4)"}
+CASE = "8000x1"
 # Below the first no difference is measurable; above the last a model is useless.
 RATIOS = (1.001, 1.003, 1.01, 1.03, 1.1, 1.3, 2.0)
 # Placeholder colours, as in page.py, which are replaced by a theme's colours.
 CODED, LATENT, ROPE, RIVAL, OTHER, THIRD = "#000021", "#000022", "#000023", "#000024", "#000025", "#000026"
+FOURTH = "#000027"
 THEMES = {
     "light": {INK: "#1b1f24", MUTED: "#5b6470", GRID: "#e1e5ea", CODED: "#0072b2", LATENT: "#5aa9d6", ROPE: "#d55e00",
-              RIVAL: "#8a939e", OTHER: "#007a5a", THIRD: "#a0529c"},
+              RIVAL: "#8a939e", OTHER: "#007a5a", THIRD: "#a0529c", FOURTH: "#96690a"},
     "dark": {INK: "#e4e7eb", MUTED: "#9aa4b0", GRID: "#2d333b", CODED: "#56b4e9", LATENT: "#3d84ad", ROPE: "#f0954a",
-             RIVAL: "#8b95a1", OTHER: "#3cc49a", THIRD: "#cf8fca"},
+             RIVAL: "#8b95a1", OTHER: "#3cc49a", THIRD: "#cf8fca", FOURTH: "#d6b04c"},
 }  # fmt: skip
 # Line -> colour, marker, label, and the label's position in the first panel (share of bytes, ratio).
 LINES = {
     "coded": (CODED, "o", "mlaforge, coded:\n4, 3, 2 bits", (0.117, 1.0033)),
     "blocks": (RIVAL, "s", "int8, int4,\nint2* (KIVI)", (0.262, 1.0018)),
     "rotated": (THIRD, "v", "Hadamard, Lloyd-Max*\n(TurboQuant)", (0.2, 1.65)),
+    "pair widths": (FOURTH, "X", "Block-GTQ*", (0.29, 1.1)),
     "plain code": (OTHER, "D", "plain PCA*\n(KVTC)", (0.117, 1.07)),
     "latent": (LATENT, "o", "latent by rank\n○ bf16   ● int8", (0.62, 1.012)),
     "latent_rope": (ROPE, "^", "latent_rope by rank\n△ bf16   ▲ int8", (0.56, 1.2)),
 }
 NOTE = "* simulated rounding\n↓ healed (WikiText alone)\nat × 1.001: that or less"
-# Peer -> (layout, storage), colour, marker, label, and the label's offset from the point.
+# Peer of benchmarks/engine.py -> colour, marker, label, and the label's offset from the point.
 SPEEDS = {
-    "original": (("gqa", "bf16"), RIVAL, "s", "bf16", (0, 9, "center")),
-    "original, int8 rows": (("gqa", "int8"), RIVAL, "s", "int8", (9, -3, "left")),
-    "original, int4 rows": (("gqa", "int4"), RIVAL, "s", "int4", (0, 9, "center")),
-    "latent": (("latent", 0.5), LATENT, "o", "latent", (0, -17, "center")),
-    "latent_rope": (("latent_rope", 0.5), ROPE, "^", "latent_rope", (0, 9, "center")),
-    "latent, 4 bits": (("latent", "4 bits"), CODED, "o", "coded, 4 bits", (0, -17, "center")),
+    "original": (RIVAL, "s", "bf16", (0, 9, "center")),
+    "original, int8 rows": (RIVAL, "s", "int8", (9, 4, "left")),
+    "original, int4 rows": (RIVAL, "s", "int4", (-9, 4, "right")),
+    "latent": (LATENT, "o", "latent", (0, -17, "center")),
+    "latent_rope": (ROPE, "^", "latent_rope", (9, 4, "left")),
+    "latent, 4 bits": (CODED, "o", "coded, 4 bits", (0, -17, "center")),
+    "latent, 3 bits": (CODED, "o", "3 bits", (0, 9, "center")),
+    "latent, 2 bits": (CODED, "o", "2 bits", (0, 9, "center")),
 }
+# Ending of the peers that read a selection of tokens.
+SPARSE = ", sparse"
+SPEED_NOTE = "○ all tokens are read   ● a selection"
 
 
 def rows_of(name: str) -> Any:
@@ -115,35 +125,75 @@ def draw_quality(ax: Any, text: str, lines: dict[str, list[dict[str, Any]]]) -> 
     ax.set_ylim(height(RATIOS[0]), height(2.6))
 
 
-def draw_speed(ax: Any, case: str) -> None:
-    sizes = {(row["layout"], row["stored"]): row["bytes_ratio"] for row in rows_of("kv_cache")}
-    speeds = {row["peer"]: row["tokens_per_second"] for row in rows_of("engine-rows") if row["case"] == case}
-    for peer, (stored, color, marker, name, (x, y, side)) in SPEEDS.items():
-        at = sizes.get(stored, stored[1]), speeds[peer]
-        ax.plot(*at, color=color, marker=marker, ms=7, ls="")
-        ax.annotate(name, at, (x, y), textcoords="offset points", ha=side, color=color)
-    ax.set_ylim(0, 70)
+def speeds(machine: str) -> dict[str, tuple[float, float]]:
+    """Peer -> bytes relative to bf16, and tokens per second. Bytes are those of the run, or of kv_cache.json for runs
+    that did not count them; a peer without bytes is left out."""
+    rows = {row["peer"]: row for row in rows_of(machine) if row["case"] == CASE}
+    stored = {(row["layout"], row["stored"]): row["bytes_ratio"] for row in rows_of("kv_cache")}
+
+    def size(peer: str) -> float | None:
+        if counted := rows[peer].get("cache_bytes"):
+            return float(counted / rows["original"]["cache_bytes"])
+        layout, _, kind = peer.partition(", ")
+        if layout == "original":
+            return stored.get(("gqa", kind.removesuffix(" rows") or "bf16"))
+        return stored.get((layout, kind), None if kind else 0.5)
+
+    sizes = {peer: size(peer) for peer in rows if peer.removesuffix(SPARSE) in SPEEDS}
+    return {peer: (x, rows[peer]["tokens_per_second"]) for peer, x in sizes.items() if x is not None}
 
 
-def draw(figure: Any) -> None:
-    top, bottom = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1.6, 1))
-    figure.subplots_adjust(left=0.085, right=0.985, top=0.955, bottom=0.07, hspace=0.16, wspace=0.06)
+def draw_speed(ax: Any, points: dict[str, tuple[float, float]]) -> None:
+    for peer, at in points.items():
+        color, marker, name, (x, y, side) = SPEEDS[peer.removesuffix(SPARSE)]
+        filled = peer.endswith(SPARSE)
+        ax.plot(*at, color=color, marker=marker, ms=7, ls="", mfc=color if filled else "none", zorder=3, clip_on=False)
+        label = f"{name}, sparse" if filled else name
+        ax.annotate(label, at, (x, y), textcoords="offset points", ha=side, color=color)
+    ax.axhline(points["original"][1], color=RIVAL, lw=1, ls=(0, (4, 2)), zorder=1)
+
+
+def bytes_axes(axes: Any) -> None:
+    """The common axis of bytes, of axes that share it."""
+    for ax in axes:
+        ax.set_xlabel("bytes of the cache, of bf16's")
+    ticks = (0.125, 0.25, 0.5, 1)
+    axes[0].set_xscale("log", base=2)
+    axes[0].set_xlim(0.11, 1.12)
+    axes[0].set_xticks(ticks, [f"{100 * t:g} %" for t in ticks])
+    axes[0].set_xticks([], minor=True)
+
+
+def draw_front(figure: Any) -> None:
+    axes = figure.subplots(1, 2, sharex=True, sharey=True)
+    figure.subplots_adjust(left=0.085, right=0.985, top=0.93, bottom=0.11, wspace=0.06)
     lines = points()
-    for ax, text in zip(top, TEXTS, strict=True):
+    for ax, text in zip(axes, TEXTS, strict=True):
         draw_quality(ax, text, lines)
         ax.set_title(TEXTS[text], loc="left", fontsize=10, color=INK)
-    top[1].text(0.117, height(1.0025), NOTE, color=MUTED, va="center")
-    for ax, case in zip(bottom, CASES, strict=True):
-        draw_speed(ax, case)
-        ax.set_title(CASES[case], loc="left", fontsize=10, color=INK)
-        ax.set_xlabel("bytes of the cache, of bf16's")
-    top[0].set_ylabel("perplexity, times the original's")
-    bottom[0].set_ylabel("tokens per second")
-    ticks = (0.125, 0.25, 0.5, 1)
-    top[0].set_xscale("log", base=2)
-    top[0].set_xlim(0.11, 1.12)
-    top[0].set_xticks(ticks, [f"{100 * t:g} %" for t in ticks])
-    top[0].set_xticks([], minor=True)
+    axes[1].text(0.117, height(1.0025), NOTE, color=MUTED, va="center")
+    axes[0].set_ylabel("perplexity, times the original's")
+    bytes_axes(axes)
+
+
+def draw_speeds(figure: Any) -> None:
+    axes = figure.subplots(1, 2, sharex=True, sharey=True)
+    figure.subplots_adjust(left=0.085, right=0.985, top=0.91, bottom=0.14, wspace=0.06)
+    runs = {machine: speeds(machine) for machine in MACHINES}
+    for ax, (machine, run) in zip(axes, runs.items(), strict=True):
+        draw_speed(ax, run)
+        ax.set_title(MACHINES[machine], loc="left", fontsize=10, color=INK)
+    axes[0].set_ylim(0, 1.12 * max(speed for run in runs.values() for _, speed in run.values()))
+    if any(peer.endswith(SPARSE) for run in runs.values() for peer in run):
+        axes[0].text(0.117, 1.5, SPEED_NOTE, color=MUTED)
+    axes[0].set_ylabel("tokens per second after 8,000")
+    bytes_axes(axes)
+    # The original with an index takes more than its cache.
+    axes[0].set_xlim(0.11, 1.3)
+
+
+# Name -> drawing, and its size in inches.
+PICTURES = {"front": (draw_front, (10.5, 4.7)), "speed": (draw_speeds, (10.5, 3.8))}
 
 
 def main() -> None:
@@ -153,18 +203,19 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--folder", type=Path, default=HERE.parent / "docs")
     folder = arguments.parse_args().folder
-    with rc_context({**PLOT_STYLE, "svg.fonttype": "path"}):
-        figure = Figure(figsize=(10.5, 7.6))
-        draw(figure)
-        path = folder / "front.svg"
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-    svg = path.read_text(encoding="utf-8")
-    path.unlink()
-    for theme, colors in THEMES.items():
-        painted = svg
-        for role, color in colors.items():
-            painted = painted.replace(role, color)
-        (folder / f"front-{theme}.svg").write_text(painted, encoding="utf-8")
+    for name, (draw, size) in PICTURES.items():
+        with rc_context({**PLOT_STYLE, "svg.fonttype": "path"}):
+            figure = Figure(figsize=size)
+            draw(figure)
+            path = folder / f"{name}.svg"
+            figure.savefig(path, transparent=True, metadata={"Date": None})
+        svg = path.read_text(encoding="utf-8")
+        path.unlink()
+        for theme, colors in THEMES.items():
+            painted = svg
+            for role, color in colors.items():
+                painted = painted.replace(role, color)
+            (folder / f"{name}-{theme}.svg").write_text(painted, encoding="utf-8")
 
 
 if __name__ == "__main__":

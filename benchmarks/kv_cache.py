@@ -3,8 +3,9 @@
     python benchmarks/kv_cache.py --data ../shared/data [--windows 16] [--scratch FOLDER] [--out FILE.json]
 
 bf16 engine on a CPU; windows of 2048 tokens of wiki.test.raw and of three other kinds of text, each token read once,
-through the cache, as in a request. Coded conversions are calibrated on WikiText's validation text. Bytes are the cache
-of 2048 tokens, including scales and full blocks.
+through the cache, as in a request. Coded conversions are calibrated on WikiText's validation text. Divergence is
+KL(original with a bf16 cache | form) in nats per token: its mean, its 99th percentile, and the share of equal top
+tokens. Bytes are the cache of 2048 tokens, including scales and full blocks.
 
 Long contexts are windows of 8192 tokens of wiki.test.raw, with the first 2K and the last 4K positions separate; and
 copying, in later text of it: passages of 256 tokens that repeat 2K to 7K tokens later, and the loss per repeated token
@@ -30,6 +31,7 @@ from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
+from mlaforge.evaluation.divergence import comparisons, summary
 from mlaforge.rendering.table import markdown_table
 
 LENGTH, LONG = 2048, 8192
@@ -50,6 +52,49 @@ def losses(llm: LLM, windows: Tensor) -> Tensor:
     return torch.tensor([[-entry.logprob for entry in out.prompt_logprobs or [] if entry] for out in outputs])
 
 
+def engine_states(llm: LLM, texts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Final states [N, T - 1, C] of the windows [N, T] of every text, in fp32, without their last tokens."""
+    model, parts, states = llm.engine.model, [], {}
+    logits = model.logits
+
+    def capture(hidden: Tensor) -> Tensor:
+        parts.append(model.norm(hidden).float())
+        return logits(hidden)
+
+    model.logits = capture
+    for name, windows in texts.items():
+        # One window at a time, so that its rows come in order.
+        for window in windows:
+            losses(llm, window[None])
+        states[name] = torch.cat(parts).view(len(windows), windows.shape[1] - 1, -1)
+        parts.clear()
+    model.logits = logits
+    return states
+
+
+class Reference:
+    """What other forms are compared with: the original with an unrounded cache.
+
+    texts: windows of token ids [N, T]. states: its final states [N, T or T - 1, C] on every text, in fp32.
+    """
+
+    def __init__(self, original: Path, texts: dict[str, Tensor], states: dict[str, Tensor]):
+        self.texts, self.states = texts, states
+        with source_model.SourceModel.open(original).weights() as reader:
+            name = "lm_head.weight" if "lm_head.weight" in reader else "model.embed_tokens.weight"
+            # Logits in half precision would differ by rounding alone.
+            self.head_VC = reader[name].float()
+
+    def compare(self, states: dict[str, Tensor]) -> dict[str, Any]:
+        """Perplexity of every text, and divergence, of a form with these final states."""
+        ppl, divergence = {}, {}
+        for name, ids in self.texts.items():
+            form, exact = ((list(side[name]), self.head_VC) for side in (states, self.states))
+            nats, _, kl, agrees = torch.stack(comparisons(form, exact, ids), dim=1)
+            ppl[name], divergence[name] = math.exp(nats.mean()), summary(kl, agrees)
+        return {"ppl": ppl, "divergence": divergence}
+
+
 def copies(text: Tensor) -> Tensor:
     """[COPY_WINDOWS, LONG] of running text [T], with passages from its end inserted twice."""
     running = text[: COPY_WINDOWS * LONG].view(-1, LONG).clone()
@@ -64,18 +109,21 @@ def passage_at(i: int) -> int:
     return FIRST_PASSAGE + i * (PASSAGE + 64)
 
 
-def measured(llm: LLM, eval_windows: dict[str, Tensor], running: Tensor, copied: Tensor) -> dict[str, Any]:
-    """Perplexity of every text and of SPANS, and nats per token of a passage, first and repeated by distance."""
-    ppl = {name: math.exp(losses(llm, windows).mean()) for name, windows in eval_windows.items()}
+def long_contexts(llm: LLM, running: Tensor, copied: Tensor) -> dict[str, Any]:
+    """Perplexity of SPANS, and nats per token of a passage, first and repeated by distance."""
     # Entry i is the loss of token i + 1.
     nats = losses(llm, running)
-    ppl |= {name: math.exp(nats[:, begin:end].mean()) for name, (begin, end) in SPANS.items()}
+    ppl = {name: math.exp(nats[:, begin:end].mean()) for name, (begin, end) in SPANS.items()}
     nats = losses(llm, copied)
     starts = [passage_at(i) - 1 for i in range(len(DISTANCES))]
     first = [nats[:, at : at + PASSAGE].mean() for at in starts]
     repeated = [nats[:, at + far : at + far + PASSAGE].mean() for at, far in zip(starts, DISTANCES, strict=True)]
     copy = {"first": float(sum(first) / len(first)), "again": float(sum(repeated) / len(repeated))}
     return {"ppl": ppl, "copy": copy | {str(far): float(nll) for far, nll in zip(DISTANCES, repeated, strict=True)}}
+
+
+def open_llm(directory: Path, stored: str) -> LLM:
+    return LLM(directory, dtype="bfloat16", device="cpu", kv_cache_dtype=stored, cache_bytes=256 << 20, max_num_seqs=4)
 
 
 def cache_bytes(llm: LLM) -> int:
@@ -122,6 +170,7 @@ def main() -> None:
         )  # fmt: skip
         running, copied = text[:used].view(-1, LONG), copies(text[used:])
         results.body["tokens"] = {name: ids.numel() for name, ids in texts.items()}
+        reference = Reference(original, texts, engine_states(open_llm(original, "bf16"), texts))
         for row in results.missing(row_keys()):
             directory, stored = original, STORED.get(row["stored"], "coded")
             if stored == "coded":
@@ -131,10 +180,10 @@ def main() -> None:
                     nsamples=CALIBRATION_WINDOWS, seqlen=LENGTH, eval_windows=0, device="cpu", dense=True,
                 )  # fmt: skip
                 convert.run(str(original), directory, config, calibrated=scratch / "calibration")
-            llm = LLM(
-                directory, dtype="bfloat16", device="cpu", kv_cache_dtype=stored, cache_bytes=256 << 20, max_num_seqs=4,
-            )  # fmt: skip
-            measurement = {**measured(llm, texts, running, copied), "bytes": cache_bytes(llm)}
+            llm = open_llm(directory, stored)
+            measurement = reference.compare(engine_states(llm, texts))
+            long = long_contexts(llm, running, copied)
+            measurement |= {"ppl": measurement["ppl"] | long["ppl"], "copy": long["copy"], "bytes": cache_bytes(llm)}
             exact = (results.rows or [measurement])[0]
             ratio = {name: measurement["ppl"][name] / exact["ppl"][name] for name in measurement["ppl"]}
             results.add({
@@ -145,14 +194,24 @@ def main() -> None:
     print(table(results.rows))
 
 
+# Heads of `divergence_cells`.
+DIVERGENCES = ("KL", "its 99 %", "equal top tokens")
+
+
+def divergence_cells(row: dict[str, Any], text: str) -> tuple[str, ...]:
+    """Mean and 99th percentile of KL(original | form) in nats per token, and the share of equal top tokens."""
+    part = row["divergence"][text]
+    return f"{part['kl']:.4f}", f"{part['kl_p99']:.3f}", f"{part['top1']:.1%}"
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown table of docs/engine.md."""
     heads = ("layout", "rows", "bytes of bf16's", "wiki.test ppl ratio", "Python source", "maths questions", "dialogue",
-             *SPANS, "copy, nats")  # fmt: skip
+             *SPANS, "copy, nats", *DIVERGENCES)  # fmt: skip
     cells = [
         (row["layout"], row["stored"], f"{row['bytes_ratio']:.1%}",
          *(f"{row['ratio'][name]:.4f}" for name in ("wiki", "code", "maths", "chat", *SPANS)),
-         f"{row['copy_difference']:+.3f}") for row in rows
+         f"{row['copy_difference']:+.3f}", *divergence_cells(row, "wiki")) for row in rows
     ]  # fmt: skip
     return markdown_table([heads, *cells])
 

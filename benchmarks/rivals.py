@@ -3,10 +3,11 @@
 `Blocks`: keys per channel over 32 tokens, values per token, asymmetric (KIVI, arXiv:2402.02750). `Rotated`: each vector
 rotated by a random Hadamard matrix, its norm in 16 bits, Lloyd-Max levels for its direction (TurboQuant,
 arXiv:2504.19874). `PlainCode`: the code of converted models in another basis, the principal components of keys before
-RoPE and of values (KVTC, arXiv:2511.01815). Each leaves a text's first tokens unrounded, and `bytes` counts everything
-that the format would store.
+RoPE and of values (KVTC, arXiv:2511.01815). `PairWidths`: `Rotated` with integer bits for every rotary pair of a layer
+and head, from the energy of queries and keys (Block-GTQ, arXiv:2606.24033). Each leaves a text's first tokens
+unrounded, and `bytes` counts everything that the format would store.
 
-Legend: B windows, G KV heads, T tokens, D head_dim, n samples.
+Legend: B windows, G KV heads, T tokens, C hidden size, D head_dim, P rotary pairs (D / 2), L layers, n samples.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from mlaforge.checkpoint.token_losses import losses
 from mlaforge.factorization import code
 from mlaforge.families.spec import LayerSpec
 from mlaforge.modeling.coded_rows_mla import round_up_bf16, scaled_codes
@@ -34,6 +34,8 @@ EXEMPT = 4
 GROUP = INT4_TOKENS
 # Tokens per layer on which a code's ranges are measured, as in a conversion.
 SAMPLES = 4096
+# Most bits of a rotary pair's elements, as in Block-GTQ.
+WIDEST = 8
 
 
 class Rival(Protocol):
@@ -108,6 +110,14 @@ def hadamard(size: int) -> Tensor:
     return matrix / math.sqrt(size)
 
 
+def rotation(size: int) -> Tensor:
+    """[size, size] orthogonal and random: a Hadamard matrix with random signs if `size` is a power of two."""
+    generator = torch.Generator().manual_seed(0)
+    if size & (size - 1):
+        return torch.linalg.qr(torch.randn(size, size, generator=generator)).Q
+    return hadamard(size) * (torch.randint(0, 2, (size,), generator=generator) * 2 - 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rotated:
     """A head's vector is stored as its norm in fp16 and its direction. After a random rotation the coordinates of the
@@ -121,14 +131,15 @@ class Rotated:
     @functools.cache  # noqa: B019 (one object for a run)
     def _table(self, D: int) -> tuple[Tensor, Tensor]:
         """The rotation [D, D] and the levels [2^bits]."""
-        signs = torch.randint(0, 2, (D,), generator=torch.Generator().manual_seed(0)) * 2 - 1
-        at = torch.linspace(-1, 1, 200_001, dtype=torch.float64)
-        return hadamard(D) * signs, lloyd_max((1 - at.square()).pow((D - 3) / 2), at, self.bits).float()
+        # Without the ends, at which the density in two dimensions is infinite.
+        at = torch.linspace(-1, 1, 200_003, dtype=torch.float64)[1:-1]
+        return rotation(D), lloyd_max((1 - at.square()).pow((D - 3) / 2), at, self.bits).float()
 
     def read(self, index: int, first: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return self._rounded(keys), self._rounded(values)
+        return self.rounded(keys), self.rounded(values)
 
-    def _rounded(self, x: Tensor) -> Tensor:
+    def rounded(self, x: Tensor) -> Tensor:
+        """Vectors [..., D] as they are read."""
         turn, levels = self._table(x.shape[-1])
         full = x.float()
         norm = full.norm(dim=-1, keepdim=True)
@@ -139,6 +150,66 @@ class Rotated:
     def bytes(self, layer: LayerSpec, tokens: int) -> int:
         vector = layer.head_dim * self.bits // 8 + 2
         return first_bytes(layer, self.exempt) + (tokens - self.exempt) * 2 * layer.num_kv_heads * vector
+
+
+def pair_widths(energy_P: Tensor, bits: int) -> Tensor:
+    """[P] integer widths, `bits` in the mean: one bit for every pair, and then bit by bit for the pair whose error,
+    energy / 4^width, falls most."""
+    widths = torch.ones_like(energy_P, dtype=torch.long)
+    for _ in range((bits - 1) * len(widths)):
+        gain = energy_P * 4.0**-widths
+        widths[gain.where(widths < WIDEST, -1.0).argmax()] += 1
+    return widths
+
+
+class PairWidths:
+    """`bits` per element. A key's rotary pairs of equal widths form one `Rotated` vector, as does a head's value."""
+
+    chunk: int | None = None
+
+    def __init__(self, bits: int, energies_LGP: Tensor, exempt: int = EXEMPT):
+        self.bits, self.exempt, self.values = bits, exempt, Rotated(bits)
+        self.widths = [[pair_widths(energy, bits) for energy in layer] for layer in energies_LGP]
+
+    def read(self, index: int, first: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        read = torch.empty_like(keys)
+        for head, widths_P in enumerate(self.widths[index]):
+            columns = torch.cat((widths_P, widths_P))
+            for bits in widths_P.unique().tolist():
+                read[:, head, :, columns == bits] = Rotated(bits).rounded(keys[:, head, :, columns == bits])
+        return read, self.values.rounded(values)
+
+    def bytes(self, layer: LayerSpec, tokens: int) -> int:
+        """Mean over layers, whose numbers of norms differ."""
+        norms = sum(len(widths.unique()) for heads in self.widths for widths in heads) / len(self.widths)
+        codes = layer.cached * self.bits / 8
+        row = codes + 2 * (norms + layer.num_kv_heads)
+        return first_bytes(layer, self.exempt) + math.ceil((tokens - self.exempt) * row)
+
+
+@torch.no_grad()
+def pair_energies(model: Any, windows: Tensor, exempt: int = EXEMPT) -> Tensor:
+    """[L, G, P]: mean square of the queries times that of the keys, on windows [N, T] of calibration text."""
+    config, squares, hooks = model.config, {}, []
+    pairs_of_head = config.head_dim // 2
+
+    def add(key: tuple[int, str]) -> Any:
+        def hook(module: Any, args: Any, out: Tensor) -> None:
+            # RoPE rotates within a pair, so its energy is the same before and after.
+            pairs_of = out[:, exempt:].double().unflatten(-1, (config.num_key_value_heads, -1, 2, pairs_of_head))
+            squares[key] = squares.get(key, 0) + pairs_of.square().mean((0, 1, 3, 4))
+
+        return hook
+
+    for i, layer in enumerate(model.model.layers):
+        for name in ("q_proj", "k_proj"):
+            hooks.append(getattr(layer.self_attn, name).register_forward_hook(add((i, name))))
+    for ids in progress(windows, "energies"):
+        model.model(ids[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    layers = range(len(model.model.layers))
+    return torch.stack([squares[i, "q_proj"] * squares[i, "k_proj"] for i in layers])
 
 
 @dataclasses.dataclass
@@ -229,21 +300,18 @@ class RoundedLayer(DynamicLayer):
 
 
 @torch.no_grad()
-def rounded_losses(model: Any, rival: Rival | None, windows: Tensor) -> Tensor:
-    """Losses [N, T - 1] in nats of the tokens after the first of windows [N, T], with the cache rounded by `rival`, or
-    unrounded if None."""
-    window_losses = []
+def rounded_states(model: Any, rival: Rival | None, windows: Tensor) -> Tensor:
+    """Final states [N, T, C] of windows [N, T], with the cache rounded by `rival`, or unrounded if None."""
+    states = []
     for batch in progress(windows.split(4), "windows"):
         cache = rival and Cache(layers=[RoundedLayer(rival, i) for i in range(model.config.num_hidden_layers)])
         chunk = (rival and rival.chunk) or windows.shape[1]
-        hidden = torch.cat([
+        parts = [
             model.model(ids, past_key_values=cache, use_cache=rival is not None).last_hidden_state
             for ids in batch.split(chunk, dim=1)
-        ], dim=1)  # fmt: skip
-        window_losses += [
-            losses(torch.nn.Identity(), model.lm_head.weight, h, ids) for h, ids in zip(hidden, batch, strict=True)
         ]
-    return torch.stack(window_losses)
+        states.append(torch.cat(parts, dim=1))
+    return torch.cat(states)
 
 
 class Sums(DynamicLayer):

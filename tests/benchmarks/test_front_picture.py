@@ -38,7 +38,23 @@ def test_an_axis_shows_what_is_lost(picture):
 def test_both_themes_are_drawn(picture, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["front_picture.py", "--folder", str(tmp_path)])
     picture.main()
-    assert {path.name for path in tmp_path.iterdir()} == {"front-light.svg", "front-dark.svg"}
-    for theme, colors in picture.THEMES.items():
-        svg = (tmp_path / f"front-{theme}.svg").read_text()
+    names = {f"{name}-{theme}.svg" for name in ("front", "speed") for theme in picture.THEMES}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    for name in names:
+        svg, colors = (tmp_path / name).read_text(), picture.THEMES[name.partition("-")[2].removesuffix(".svg")]
         assert "#0000" not in svg and colors[picture.INK] in svg and colors[picture.CODED] in svg
+
+
+def test_speeds_are_those_of_one_run_with_its_bytes(picture, monkeypatch):
+    for machine in picture.MACHINES:
+        rows = [r for r in picture.rows_of(machine) if r["case"] == "8000x1" and r["peer"] != "base"]
+        drawn = picture.speeds(machine)
+        assert {r["peer"]: r["tokens_per_second"] for r in rows} == {peer: speed for peer, (_, speed) in drawn.items()}
+        assert drawn["original"][0] == 1 and drawn["original, int4 rows"][0] == 0.296875
+    counted = [
+        {"case": "8000x1", "peer": peer, "tokens_per_second": 9.0, "cache_bytes": size}
+        for peer, size in (("original", 200), ("original, sparse", 210), ("latent, 4 bits, sparse", 66))
+    ]
+    rows_of = picture.rows_of
+    monkeypatch.setattr(picture, "rows_of", lambda name: counted if name == "engine-rows" else rows_of(name))
+    assert [x for x, _ in picture.speeds("engine-rows").values()] == [1, 1.05, 0.33]

@@ -3,6 +3,7 @@ gives back what was rounded and nothing else."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from mlaforge.checkpoint.loading import load_model
 from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.evaluation.divergence import comparisons
 from mlaforge.ops.row_formats.int4 import Int4
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -33,7 +35,8 @@ def layer(tiny_models):
 
 
 def losses(model, rival):
-    return rivals.rounded_losses(model, rival, WINDOWS)
+    states = list(rivals.rounded_states(model, rival, WINDOWS)), model.lm_head.weight
+    return torch.stack(comparisons(states, states, WINDOWS))[:, 0]
 
 
 # J. Max, "Quantizing for minimum distortion" (1960): the positive levels, and the error.
@@ -95,6 +98,11 @@ def test_bytes_are_all_of_them(layer, model):
     assert rivals.Rotated(3).bytes(llm, 2048) == 2044 * 6 * (24 + 2) + 4 * 768
     # 32 tokens: codes; of 192 key channels, and of each token's six groups of 32 values, a scale and a minimum.
     assert rivals.Blocks(2, exempt=0).bytes(llm, 33) == 2 * (2 * 32 * 192 // 4 + 192 * 4 + 32 * 6 * 4)
+    # The codes, a norm of every value, and a norm for every width of a key: 3 bits; 8, 3 and 2 bits.
+    widths = rivals.PairWidths(3, torch.tensor([[[1.0] * 8, [1e9] + [1.0] * 7]]))
+    assert [len(w.unique()) for w in widths.widths[0]] == [1, 3]
+    small = dataclasses.replace(layer, num_heads=2, num_kv_heads=2, head_dim=16)
+    assert widths.bytes(small, 10) == 6 * (64 * 3 // 8 + 2 * (4 + 2)) + 4 * 128
     # Rows of 16 bytes, the smallest for these 32 keys and 32 values.
     code = rivals.PlainCode(4, model, rivals.plain_bases(model, WINDOWS), exempt=0)
     size = layer.cached * 4 / 8 * 64
@@ -136,18 +144,53 @@ def test_first_tokens_and_the_newest_block_are_read_as_they_are(model):
     assert not torch.allclose(rounded[:, 32:], plain[:, 32:], atol=1e-3)
 
 
-@pytest.mark.parametrize("form", ["blocks", "rotated", "plain code"])
+@pytest.mark.parametrize("form", ["blocks", "rotated", "plain code", "pair widths"])
 def test_more_bits_lose_less(model, form):
-    bases = rivals.plain_bases(model, WINDOWS)
+    bases, energies = rivals.plain_bases(model, WINDOWS), rivals.pair_energies(model, WINDOWS)
     make = {
         "blocks": lambda bits: rivals.Blocks(bits, group=16), "rotated": rivals.Rotated,
         "plain code": lambda bits: rivals.PlainCode(bits, model, bases),
+        "pair widths": lambda bits: rivals.PairWidths(bits, energies),
     }[form]  # fmt: skip
     plain = losses(model, None)
     # The rows of a code grow by 16 bytes, here 4 bits per element.
     steps = (4, 8, 12) if form == "plain code" else (3, 5, 7)
     lost = [float((losses(model, make(bits)) - plain).abs().mean()) for bits in steps]
     assert lost[0] > 2 * lost[1] > 4 * lost[2] > 0
+
+
+def best_widths(energy, bits):
+    """Widths of least error by exhaustive search."""
+    choices = itertools.product(range(1, 9), repeat=len(energy))
+    return min(
+        (w for w in choices if sum(w) == bits * len(energy)),
+        key=lambda w: sum(e * 4.0**-b for e, b in zip(energy, w, strict=True)),
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_pair_widths_have_the_least_error(bits):
+    """Greedy steps are optimal, because each further bit of a pair gains less than the one before."""
+    for seed in range(5):
+        energy = torch.randn(5, generator=torch.Generator().manual_seed(seed)).mul(2).exp()
+        widths = rivals.pair_widths(energy, bits)
+        assert tuple(widths.tolist()) == best_widths(energy.tolist(), bits)
+
+
+def test_pair_energies_are_those_of_rotated_queries_and_keys(model, monkeypatch):
+    """As attention reads them: query heads of a group counted together, first tokens left out."""
+    from transformers.models.llama import modeling_llama
+
+    rotated = []
+    rope = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(
+        modeling_llama, "apply_rotary_pos_emb", lambda *args, **more: rotated.append(rope(*args, **more)) or rotated[-1]
+    )
+    energies = rivals.pair_energies(model, WINDOWS[:1])
+    for (q, k), energy in zip(rotated, energies, strict=True):
+        q_pairs, k_pairs = (x[0, :, 4:].unflatten(-1, (2, -1)).square().mean((1, 2)) for x in (q, k))
+        expected = q_pairs.unflatten(0, (len(k_pairs), -1)).mean(1) * k_pairs
+        torch.testing.assert_close(energy.float(), expected, rtol=1e-4, atol=0)
 
 
 def test_principal_components_are_those_of_keys_before_rope(model):

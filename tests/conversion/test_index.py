@@ -33,7 +33,7 @@ def all_windows(monkeypatch):
 
 @pytest.mark.parametrize(("family", "layout", "rows"), CASES)
 def test_convert_composes_conversion_and_sparsify(
-    family, layout, rows, converted, calibration_file, evaluation_file, tmp_path
+    family, layout, rows, tiny_models, converted, calibration_file, evaluation_file, tmp_path
 ):
     """One directory with the dense conversion's tensors and the index that sparsify computes from the same windows."""
     directory, dense = converted(family, layout, **rows, **INDEX), converted(family, layout, **rows, dense=True)
@@ -47,10 +47,15 @@ def test_convert_composes_conversion_and_sparsify(
     assert manifests[0].stage == "convert" and manifests[0].config["topk"] == 24 and not manifests[0].config["dense"]
     assert manifests[0].metrics["mla_ppl"] == manifests[1].metrics["mla_ppl"]
     # With the index, the files are evaluated as `eval` reads them: every token has a selection.
-    evaluation = EvalConfig(text=str(evaluation_file), windows=4, seqlen=64, dtype="float32", device="cpu")
-    for options, name in (({}, "sparse_ppl"), ({"dense": True}, "mla_ppl")):
-        ppl = perplexity.run(str(directory), None, dataclasses.replace(evaluation, **options)).metrics["ppl"]
-        assert ppl == pytest.approx(manifests[0].metrics[name], rel=1e-6)
+    teacher = str(tiny_models[family])
+    evaluation = EvalConfig(
+        text=str(evaluation_file), windows=4, seqlen=64, dtype="float32", device="cpu", teacher=teacher
+    )
+    for options, name, prefix in (({}, "sparse_ppl", "sparse_"), ({"dense": True}, "mla_ppl", "")):
+        metrics = perplexity.run(str(directory), None, dataclasses.replace(evaluation, **options)).metrics
+        written = [manifests[0].metrics[key] for key in (name, f"{prefix}ratio", f"{prefix}log_ratio_stderr")]
+        assert [metrics[key] for key in ("ppl", "ratio", "log_ratio_stderr")] == pytest.approx(written, rel=1e-4)
+        assert metrics["topk"] == (24 if prefix else None)
     assert "sparse_ppl" not in manifests[1].metrics
     indexes = loading.load_model(directory).config.indexer_types.count("full")
     caches = [manifest.metrics["cache"] for manifest in manifests]

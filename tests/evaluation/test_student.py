@@ -64,12 +64,14 @@ def test_measures_match_the_full_models(run_eval, tiny_models, converted, evalua
             logs.append(loading.load_model(path, "float32")(ids).logits[:, :-1].double().log_softmax(-1))
     student, teacher = logs
     loss = [torch.exp(-x.gather(-1, ids[:, 1:, None]).mean()).item() for x in logs]
-    kl = (teacher.exp() * (teacher - student)).sum(-1).mean().item()
+    divergences = (teacher.exp() * (teacher - student)).sum(-1)
+    kl = divergences.mean().item()
     agreements = (student.argmax(-1) == teacher.argmax(-1)).double().mean().item()
     verdicts = Manifest.load(tmp_path / "student").acceptance["criteria"]
     assert [(f["student"], f["teacher"]) for f in verdicts] == [
         pytest.approx(loss, rel=1e-4), pytest.approx((kl, 0), rel=1e-3), pytest.approx((agreements, 1))
     ]  # fmt: skip
+    assert [f.get("p99") for f in verdicts] == [None, pytest.approx(divergences.quantile(0.99).item(), rel=1e-3), None]
     assert [f["worse"] for f in verdicts] == pytest.approx([loss[0] / loss[1] - 1, kl, 1 - agreements], rel=1e-3)
     assert all(f["interval"][0] <= f["worse"] <= f["interval"][1] and f["documents"] == 3 for f in verdicts)
 

@@ -22,9 +22,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     conversion = recorded.conversion()
     conversion.metrics |= {"log_ratio_stderr": 0.004, "windows": 8}
+    conversion.metrics |= {"sparse_ppl": 19.7, "sparse_ratio": 1.036, "sparse_log_ratio_stderr": 0.003}
+    conversion.config["topk"] = 1024
     recorded.save(conversion, folder / "deep" / "tiny-latent")
     recorded.save(recorded.conversion("latent_rope", 1.27), folder / "tiny|rope")
-    evaluation = recorded.evaluation()
+    evaluation = recorded.evaluation(
+        topk=1024, teacher_ppl=18.5, ratio=1.028, log_ratio_stderr=0.002, kl=0.0123, kl_p99=0.234, top1=0.9512
+    )
+    evaluation.config["seqlen"] = 8192
     evaluation.inputs["model"]["path"] = "elsewhere/tiny-latent"
     recorded.save(evaluation, folder / "eval")
     comparison = recorded.judged()
@@ -58,7 +63,11 @@ def test_card_metadata_is_valid_for_the_hub(runs: Path, tmp_path: Path) -> None:
 def test_card_shows_the_measurements(runs: Path, tmp_path: Path) -> None:
     text, _ = write_card(runs, tmp_path / "card", model="deep/tiny-latent")
     for expected in (
-        "| wiki.test | 19.019 | 19.418 | ×1.021 | ×1.011 – ×1.031 |", "46.9 % of the original's", "84.1 MiB",
+        "| wiki.test, 2,048 tokens | 19.019 | 19.418 | ×1.021 | ×1.011 – ×1.031 |",
+        "46.9 % of the original's", "84.1 MiB",
+        "| the same, 1,024 tokens read per layer, as served | 19.019 | 19.700 | ×1.036 | ×1.029 – ×1.043 |",
+        "| wiki.test, 8,192 tokens, 1,024 read | 18.500 | 19.019 | ×1.028 | ×1.023 – ×1.033 |",
+        "| wiki.test, 8,192 tokens, 1,024 read | 0.0123 | 0.234 | 95.1 % |",
         "| kl | 0.05 | 0 | 0.05 | 0.02 | fail |", "has not passed",
         "| test machine | mlaforge | 4096 × 1 | none | 45.0 | 50 % |", "| 512 × 1 | 2 by ngram | 71.5 |",
         "| 4096 × 1 | 3 by ngram, specpv | 61.0 |",
@@ -66,7 +75,7 @@ def test_card_shows_the_measurements(runs: Path, tmp_path: Path) -> None:
         'from_pretrained("OWNER/tiny-latent", trust_remote_code=True)', "32,768 tokens",
     ):  # fmt: skip
         assert expected in text, expected
-    assert "latent_rope" not in text and "None" not in text
+    assert "latent_rope" not in text and "None" not in text and "8,192 tokens is not measured" not in text
     assert "| gqa |" not in text and "Tiny-135M | 0 |" not in text
 
 
@@ -85,6 +94,7 @@ def test_technical_report_is_complete(runs: Path, tmp_path: Path) -> None:
         "| tiny\\|rope | latent_rope |", "much faster", "104 112 120", "8,192 does not fit",
         "- healing curves: `mlaforge heal", "19.019", "min – max",
         "| 4096 × 1 | 3 ngram, specpv | 61.0 |", ", 62 % kept |",
+        "| eval | 18.500 | ×1.028 | 0.0123 | 0.234 | 95.1 % |",
     ):  # fmt: skip
         assert expected in report, expected
     numbers = json.loads((tmp_path / "card" / card.NUMBERS).read_text())

@@ -49,12 +49,12 @@ def conversion(layout: str = "latent", ratio: float = 1.021, layers: int = 4) ->
     )  # fmt: skip
 
 
-def evaluation() -> Manifest:
+def evaluation(**metrics: Any) -> Manifest:
     return Manifest(
         "eval",
         config={"seqlen": 2048},
         inputs={"model": {"path": "models/Tiny-135M"}, "text": {"source": "wiki.test", "sha256": "d4" * 32}},
-        metrics={"ppl": 19.0186, "nll": 2.9454, "nll_stderr": 0.0312, "tokens": 16376, "windows": 8},
+        metrics={"ppl": 19.0186, "nll": 2.9454, "nll_stderr": 0.0312, "tokens": 16376, "windows": 8, **metrics},
         seconds={"eval": 33.2},
         environment=MACHINE,
     )

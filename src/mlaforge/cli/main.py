@@ -161,10 +161,11 @@ def eval(
     out: OptionalOut = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Measure the perplexity of MODEL, original or converted, on text it was not calibrated on; or, with --criteria,
-    judge whether a student may replace its teacher (exit code 1 if not)."""
+    """Measure the perplexity of MODEL, original or converted, on text it was not calibrated on, and with --teacher its
+    divergence from the original; or, with --criteria, judge whether a student may replace its teacher (exit code 1 if
+    not)."""
     quiet()
-    if config.criteria or config.teacher or config.student:
+    if config.criteria or config.student:
         from mlaforge.evaluation import student as stage
 
         if model is not None and out is not None:
@@ -176,10 +177,7 @@ def eval(
 
     if model is None:
         raise UserError("MODEL is missing: mlaforge eval MODEL, or --teacher, --student and --criteria")
-    metrics = perplexity.run(model, out, config, overwrite).metrics
-    error = "" if metrics["nll_stderr"] is None else f" ± {metrics['ppl'] * metrics['nll_stderr']:.4f}"
-    windows = f"standard error over {metrics['windows']} windows, {metrics['tokens']} tokens"
-    print(f"ppl {metrics['ppl']:.4f}{error} ({windows})")
+    print(perplexity.table(perplexity.run(model, out, config, overwrite).metrics))
 
 
 @verb(GenerateConfig)

@@ -21,6 +21,7 @@ def conversion_table(manifests: list[Any]) -> str:
         metrics, cache = manifest.metrics, manifest.metrics["cache"]
         ppl = [f"{metrics[name]:.3f}" if metrics.get(name) else "–" for name in measures.values()]
         ratio = f"{metrics['ratio']:.4f}" if "ratio" in metrics else "–"
+        ratio += f", sparse {metrics['sparse_ratio']:.4f}" if "sparse_ratio" in metrics else ""
         layouts = {layer["layout"] for layer in metrics["layers"]}
         cache_bytes = f"{cache['gqa_bytes_per_token']} -> {cache['mla_bytes_per_token']}"
         bits = f", {manifest.config['bits']:g} bits" if manifest.config.get("bits") else ""

@@ -264,11 +264,12 @@ def _convert(
     if not config.dense and config.seqlen > config.topk:
         with LayerStream(partial, stream.dtype, stream.device) as sparse:
             measure("Sparse ppl", "sparse_ppl", sparse)
-    if eval_windows is not None:
-        metrics["ratio"] = metrics["mla_ppl"] / metrics["original_ppl"]
-        # Both use the same windows: the variance between windows cancels in the ratio.
-        differences = work["mla_ppl"]["losses"] - work["original_ppl"]["losses"]
-        metrics["log_ratio_stderr"], metrics["windows"] = standard_error(differences), len(differences)
+    for name, prefix in (("mla_ppl", ""), ("sparse_ppl", "sparse_")):
+        if name in metrics:
+            # Both use the same windows: the variance between windows cancels in the ratio.
+            differences = work[name]["losses"] - work["original_ppl"]["losses"]
+            metrics[f"{prefix}ratio"] = metrics[name] / metrics["original_ppl"]
+            metrics[f"{prefix}log_ratio_stderr"], metrics["windows"] = standard_error(differences), len(differences)
     metrics["cache"] = cache_metrics(final_plan, out_dtype)
     metrics["layers"] = [
         part | ({} if config.dense else {"kind": kind, "topk": layer.topk or None, "index": layer.index})

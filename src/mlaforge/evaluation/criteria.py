@@ -96,7 +96,8 @@ def check(criterion: Criterion, where: str) -> None:
 class Measurement:
     """Values of a measure per document: sums for student and teacher, and the number of values in each sum.
 
-    The measure is the mean of all values, or its exp. higher: whether higher is better.
+    The measure is the mean of all values, or its exp. higher: whether higher is better. p99: the 99th percentile of the
+    student's values, of KL alone.
     """
 
     student: np.ndarray
@@ -104,6 +105,7 @@ class Measurement:
     count: np.ndarray
     higher: bool
     exp: bool = False
+    p99: float | None = None
 
     def _means(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the measures of student and teacher with document d counted weights[..., d] times."""
@@ -130,6 +132,7 @@ class Measurement:
         return {
             "name": criterion.name,
             "student": float(student),
+            **({} if self.p99 is None else {"p99": self.p99}),
             "teacher": float(teacher),
             "worse": worse,
             "interval": interval,

@@ -25,8 +25,8 @@ from mlaforge.data import corpus, overlap
 from mlaforge.evaluation import lm_eval_tasks, needle
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.evaluation.criteria import Criterion, Measurement, read
+from mlaforge.evaluation.divergence import States, check_vocabularies, comparisons, final_states, percentile
 from mlaforge.runtime import UserError, log, resolve_device, resolve_dtype, timed
-from mlaforge.training.kl_loss import compare
 
 # Amount of haystack text to sample from, in lengths of the longest needle text.
 HAYSTACK_FACTOR = 8
@@ -78,35 +78,32 @@ class Evaluator:
         self.models, self.dtype, self.device, self.seed = (student, teacher), dtype, device, seed
         self.tokenizer = teacher.tokenizer
         self.tuned = overlap.read_passages(student.path / overlap.PASSAGES)
-        self._comparisons: dict[tuple[str, int, int], tuple[np.ndarray, ...]] = {}
+        self._comparisons: dict[tuple[str, int, int], tuple[np.ndarray, float]] = {}
 
-    @torch.no_grad()
-    def _states(self, texts: list[Tensor], label: str) -> list[tuple[list[Tensor], Tensor]]:
-        """Return (states after the final norm for every text, head) of student and teacher."""
+    def _states(self, texts: list[Tensor], label: str) -> list[States]:
+        """Return the final states of student and teacher."""
         self.models[1].check_tokens(*texts)
         outputs = []
         for role, model in zip(("student", "teacher"), self.models, strict=True):
             with LayerStream(model, self.dtype, self.device) as stream:
-                hidden = stream.last_states(texts, f"{role} on {label}")
-                with stream.head() as (norm, head):
-                    outputs.append(([norm(h)[0] for h in hidden], head))
+                outputs.append(final_states(stream, texts, f"{role} on {label}"))
         return outputs
 
-    @torch.no_grad()
-    def compare_models(self, criterion: Criterion) -> tuple[np.ndarray, ...]:
-        """Return per document the student's summed loss, the teacher's, summed KL, agreements, and tokens."""
+    def compare_models(self, criterion: Criterion) -> tuple[np.ndarray, float]:
+        """Return per document the student's summed loss, the teacher's, summed KL, agreements, and tokens, [5,
+        documents]; and the 99th percentile of the tokens' KL."""
         key = (criterion.text, criterion.windows, criterion.seqlen)
         if key not in self._comparisons:
             windows = eval_windows(self.tokenizer, criterion, self.tuned)
-            outputs = self._states([window.ids for window in windows], criterion.text)
-            (student_states, student_head), (teacher_states, teacher_head) = outputs
+            texts = [window.ids for window in windows]
+            student, teacher = self._states(texts, criterion.text)
+            parts = comparisons(student, teacher, texts)
             sums: dict[int, Tensor] = {}
-            for window, a, b in zip(windows, student_states, teacher_states, strict=True):
-                labels = window.ids[1:].to(self.device)
-                parts = compare((a[:-1], student_head), (b[:-1], teacher_head), labels)
-                row = torch.stack([part.double().sum().cpu() for part in parts] + [torch.tensor(len(labels)).double()])
+            for window, part in zip(windows, parts, strict=True):
+                row = torch.cat((part.double().sum(-1), torch.tensor([part.shape[1]])))
                 sums[window.document] = sums.get(window.document, 0) + row
-            self._comparisons[key] = tuple(torch.stack(list(sums.values())).T.numpy())
+            tail = percentile(torch.cat(parts, dim=1)[2])
+            self._comparisons[key] = torch.stack(list(sums.values())).T.numpy(), tail
         return self._comparisons[key]
 
     def measure(self, criterion: Criterion) -> Measurement:
@@ -115,11 +112,11 @@ class Evaluator:
             return self._needle(criterion)
         if criterion.measure == "task":
             return self._task(criterion)
-        student, teacher, kl, agreements, count = self.compare_models(criterion)
+        (student, teacher, kl, agreements, count), tail = self.compare_models(criterion)
         if criterion.measure == "perplexity":
             return Measurement(student, teacher, count, higher=False, exp=True)
         if criterion.measure == "kl":
-            return Measurement(kl, np.zeros_like(kl), count, higher=False)
+            return Measurement(kl, np.zeros_like(kl), count, higher=False, p99=tail)
         return Measurement(agreements, count, count, higher=True)
 
     @torch.no_grad()
@@ -168,8 +165,7 @@ def run(config: EvalConfig, out: Path | None, overwrite: bool = False) -> Manife
             "because the text that it was tuned on must be known"
         )
     device = resolve_device(config.device)
-    if student.config.get("vocab_size") != teacher.config.get("vocab_size"):
-        raise UserError(f"{teacher} and {student} have different vocabularies; give the model it was converted from")
+    check_vocabularies(teacher, student)
     dtype = resolve_dtype(config.dtype, teacher.dtype)
     if config.dtype == "auto":
         log(f"dtype auto: {str(dtype).removeprefix('torch.')} (that of {teacher.path.name}, for both)")
@@ -210,9 +206,10 @@ def table(metrics: dict[str, Any]) -> str:
     lines = []
     for verdict in metrics["criteria"]:
         interval = "" if verdict["interval"] is None else " [{:.4g}, {:.4g}]".format(*verdict["interval"])
+        tail = f" (99 % of tokens: at most {verdict['p99']:.4g})" if "p99" in verdict else ""
         lines.append(
-            f"{'pass' if verdict['passed'] else 'FAIL'}  {verdict['name']}: student {verdict['student']:.5g}, teacher "
-            f"{verdict['teacher']:.5g}, worse by {verdict['worse']:.4g}{interval} ({verdict['kind']}), at most "
+            f"{'pass' if verdict['passed'] else 'FAIL'}  {verdict['name']}: student {verdict['student']:.5g}{tail}, "
+            f"teacher {verdict['teacher']:.5g}, worse by {verdict['worse']:.4g}{interval} ({verdict['kind']}), at most "
             f"{verdict['limit']:g}, {verdict['documents']} texts"
         )
     failed = [verdict["name"] for verdict in metrics["criteria"] if not verdict["passed"]]

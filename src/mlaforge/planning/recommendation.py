@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlaforge.planning.costs import weight_bytes
-from mlaforge.planning.forms import MEASURED_ON
+from mlaforge.planning.forms import MEASURED_ON, SELECTED_FROM
 from mlaforge.planning.roofline import Row, decode_step, in_bytes, in_digits, slowdown
 from mlaforge.planning.selection import sparse
 
@@ -117,7 +117,8 @@ def _alternatives(best: Row, fitting: Sequence[Row], candidates: Sequence[Row]) 
         labels = ", ".join(f"{row.label} ({row.requests:,} requests)" for row in too_large)
         reasons.append(f"Does not fit: {labels}.")
     reasons.append(
-        f"Losses are typical ones, measured on {MEASURED_ON} before healing: `mlaforge diagnose` measures this model's."
+        f"Losses are typical ones of {MEASURED_ON} before healing, at 2,048 tokens, and of selections at "
+        f"{SELECTED_FROM:,}: `mlaforge diagnose` and `mlaforge eval --seqlen` measure this model's."
     )
     return reasons
 

@@ -89,7 +89,9 @@ def about(report: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
         "healed": healed,
         "conversion": conversion,
         "original": str(at(record, "inputs", "teacher", "path") if healed else at(record, "inputs", "model", "path")),
-        "evaluations": about_model(report["evaluations"], "inputs", "model", "path"),
+        "evaluations": (evaluations := about_model(report["evaluations"], "inputs", "model", "path")),
+        "long": any((number(evaluation, "config", "seqlen") or 0) >= 8192 for evaluation in evaluations),
+        "diverging": about_model(report["diverging"], "inputs", "model", "path"),
         # Contexts with a measurement.
         "speed": {label: sides for label, sides in (conversion or {}).get("speed", {}).items() if any(sides.values())},
         "criteria": [criterion for comparison in comparisons for criterion in comparison["criteria"]],

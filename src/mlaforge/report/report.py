@@ -49,7 +49,10 @@ PARTS = {
         "criteria by which a student may replace its teacher",
         "mlaforge eval --teacher MODEL --student OUT --criteria criteria.yaml",
     ),
-    "eval": ("perplexity on other text", "mlaforge eval MODEL EVALUATED --text OTHER_TEXT"),
+    "eval": (
+        "loss at long contexts and on other text",
+        "mlaforge eval OUT EVALUATED --teacher MODEL --seqlen 8192 --text OTHER_TEXT",
+    ),
     "generate": ("generated text compared", "mlaforge generate MODEL TALK --against OUT"),
     "scenario": ("speed, acceptance, memory, the roofline", "mlaforge bench speed MODEL OUT"),
     "kernels": ("kernels against the roofline", "mlaforge bench kernels"),
@@ -146,7 +149,8 @@ def summarise(folder: Path) -> dict[str, Any]:
         "healings": [_learning(record) for record in of["heal"]],
         "trainings": [_learning(record) for record in of["draft train"]],
         "acceptances": comparisons or [_comparison({**r, "metrics": r["acceptance"]}) for r in parts["acceptance"]],
-        "evaluations": [_evaluation(record) for record in of["eval"]],
+        "evaluations": (evaluations := [_evaluation(record) for record in of["eval"]]),
+        "diverging": [record for record in evaluations if number(record["metrics"], "kl") is not None],
         "generations": [{**record, "shared": _shared(record)} for record in of["generate"]],
         # The latest of each kind, scope and device; `results` has all.
         "scenarios": latest(results["scenario"]),
@@ -183,8 +187,29 @@ def _record(name: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def _evaluation(record: dict[str, Any]) -> dict[str, Any]:
-    """An `eval` record with the 95 % interval of its perplexity."""
-    return {**record, "ppl_interval": _exponential(record["metrics"], "nll", "nll_stderr")}
+    """An `eval` record with the 95 % intervals of its perplexity, and of its ratio to the original's. `on`: its
+    text, and what a token reads of it."""
+    metrics = record["metrics"]
+    return {
+        **record,
+        "on": _measured_on(record, at(record, "inputs", "text", "source"), number(metrics, "topk")),
+        "ppl_interval": _exponential(metrics, "nll", "nll_stderr"),
+        "ratio_interval": _ratio_interval(metrics),
+    }
+
+
+def _measured_on(record: dict[str, Any], source: Any, topk: float | None = None) -> str:
+    """Text, length of its windows, and number of tokens that a token reads per layer if it is not all."""
+    seqlen = number(record["config"], "seqlen")
+    windows = f", {shown(seqlen, 'whole')} tokens" if seqlen else ""
+    return f"{source or 'not recorded'}{windows}" + (f", {shown(topk, 'whole')} read" if topk else "")
+
+
+def _ratio_interval(metrics: dict[str, Any], prefix: str = "") -> list[float] | None:
+    """95 % interval of a perplexity ratio; prefix: of its names in the metrics."""
+    ratio = number(metrics, f"{prefix}ratio")
+    loss = math.log(ratio) if ratio and ratio > 0 else None
+    return _exponential({**metrics, "loss": loss}, "loss", f"{prefix}log_ratio_stderr")
 
 
 def _exponential(metrics: dict[str, Any], mean: str, stderr: str) -> list[float] | None:
@@ -248,7 +273,9 @@ def _conversion(record: dict[str, Any], contexts: dict[str, int]) -> dict[str, A
         "predicted_loss": sum(losses) if losses else None,
         "measured_loss": loss,
         "form": f"{layout}, {_size(bits, fraction)}",
-        "ratio_interval": _exponential({**metrics, "loss": loss}, "loss", "log_ratio_stderr"),
+        "ratio_interval": _ratio_interval(metrics),
+        "sparse_interval": _ratio_interval(metrics, "sparse_"),
+        "on": _measured_on(record, at(record, "inputs", "evaluation", "source")),
     }
 
 
