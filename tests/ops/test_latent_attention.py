@@ -86,8 +86,8 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, prom
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rank"), [(9, 3, 64, 310), (4, 2, 24, 66)])
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, window, compiled):
-    """A token's result in its form, that of prompts or that of generated tokens, is bitwise equal for any chunk, alone or
-    with others of both forms, with any shared blocks."""
+    """A token's result in its form, that of prompts or that of generated tokens, is bitwise equal for any chunk, alone
+    or with others of both forms, with any shared blocks."""
     H, G, D, V, R, L = heads, kv_heads, dim, 16, rank, 704
     generator, columns = torch.Generator().manual_seed(1), L // block_size
 
@@ -117,8 +117,8 @@ def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, wi
         numbers = (torch.tensor(x, dtype=torch.int32) for x in (lengths, first, [0, *itertools.accumulate(queried)]))
         qkv = torch.cat((queries[torch.cat(tokens)], rows[slots]), dim=1)
         out = compiled.latent(
-            qkv, angles.cos(), angles.sin(), w_up, None, None, *biases, *norm, 1e-5, None, rows, None, [0], slots, table,
-            *numbers, block_size, window or 0, prompts, 0.05, None,
+            qkv, angles.cos(), angles.sin(), w_up, None, None, *biases, *norm, 1e-5, None, rows, None, [0], slots,
+            table, *numbers, block_size, window or 0, prompts, 0.05, None,
         )  # fmt: skip
         assert out.isfinite().all()
         return out.split(queried)

@@ -36,8 +36,8 @@ class CacheView:
                     are. Token t is max(tree_Tn[t]) behind the first row of the tree, and sees all rows before the tree
                     within its window. Token selection also takes it with each token as a sequence of the same rows
 
-    generating      per sequence, whether its tokens were generated or drafted, as opposed to prompt tokens, which latent
-                    layers compute in another form. Empty: none were
+    generating      per sequence, whether its tokens were generated or drafted, as opposed to prompt tokens, which
+                    latent layers compute in another form. Empty: none were
     selecting       per sequence, whether sparse layers read a selection for its tokens. Empty: for none
     positions_SK    int32, or None: for a selection (ops/token_selection.py), text positions of the table's rows;
                     `counts`, on the host, are the rows of each sequence. Otherwise positions count rows from first_S

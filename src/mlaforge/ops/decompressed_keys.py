@@ -32,8 +32,8 @@ def decompressed_keys_bytes(slots: int, key_bytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class DecompressedKeys:
-    """keys [E, B] in bytes of `key_format`. metadata, int32, concatenates: the entry of each slot or -1 [L]; the slot of
-    each entry or -1 [E]; the clock hand (the next entry to evict)."""
+    """keys [E, B] in bytes of `key_format`. metadata, int32, concatenates: the entry of each slot or -1 [L]; the slot
+    of each entry or -1 [E]; the clock hand (the next entry to evict)."""
 
     keys: Tensor
     metadata: Tensor

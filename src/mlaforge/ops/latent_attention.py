@@ -88,8 +88,8 @@ class LatentWeights:
 
 
 def integer_weights(weight_MK: Tensor, limit_K: Tensor) -> tuple[Tensor, Tensor]:
-    """Round weights [M, K] to int16 with a factor per output, fp32 [M], such that sums of their products with integers up
-    to `limit_K` fit into 32 bits. Return both."""
+    """Round weights [M, K] to int16 with a factor per output, fp32 [M], such that sums of their products with integers
+    up to `limit_K` fit into 32 bits. Return both."""
     weight, limit = weight_MK.detach().double(), limit_K.double()
     # Rounding adds at most a half to each weight.
     most = 2**31 - 1 - limit.sum()
@@ -207,8 +207,8 @@ def _latent_rope_native(
     w = weights
     out: Tensor = kernel("latent_rope")(
         q_kv_NX, rotation_N1P, w.rope_index, w.w_uk, w.w_up, w.codes, w.code_scales, w.b_k, w.b_v,
-        *_step(w, rows, view, scale)
-    )
+        *_step(w, rows, view, scale),
+    )  # fmt: skip
     return out
 
 

@@ -41,7 +41,9 @@ class Problem:
             [CacheGroup("it", NUM_BLOCKS, self.window)],
             [(first, blocks) for first, blocks, _, _ in self.sequences],
         )
-        chunks = [Chunk(n, range(1000), start, stop, generating=True) for n, (_, _, start, stop) in enumerate(self.sequences)]
+        chunks = [
+            Chunk(n, range(1000), start, stop, generating=True) for n, (_, _, start, stop) in enumerate(self.sequences)
+        ]
         return make_batch(chunks, tables, CPU)
 
     def slot(self, index, position):

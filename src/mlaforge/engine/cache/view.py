@@ -146,7 +146,8 @@ def _host_table(tables: Sequence[Sequence[int]], device: torch.device) -> torch.
 
 def query_token_view(view: CacheView) -> CacheView:
     """Return the view in which each query token with a selection is a sequence that ends with it, as when it is decoded
-    alone; `view` itself if that is the case. Other sequences stay whole. Nodes of a tree keep all of its rows, and `tree_Tn`.
+    alone; `view` itself if that is the case. Other sequences stay whole. Nodes of a tree keep all of its rows, and
+    `tree_Tn`.
 
     For token selection (execution/indexer.py). The view must be without a window.
     """

@@ -28,8 +28,8 @@ def weight_bytes(module: nn.Module, format: str, device: torch.device) -> int:
         elif tensor.ndim < 2 or name.endswith(("embed_tokens.weight", "router.weight")) or not on_cpu:
             total += plain
         elif name.endswith("kv_b_proj.weight"):
-            # In fp32 for the operations without a kernel, and packed in bf16 for those with one; as integers too if rows
-            # are coded. latent_rope multiplies queries by W_uk, and the cached rows of prompts.
+            # In fp32 for the operations without a kernel, and packed in bf16 for those with one, if rows are coded also
+            # as integers. latent_rope multiplies queries by W_uk, and the cached rows of prompts.
             total += 4 * tensor.numel()
             if dtype == torch.bfloat16:
                 rotary = name.removesuffix("kv_b_proj.weight") + "rope_index" in state
