@@ -110,7 +110,7 @@ def main() -> None:
     options = arguments.parse_args()
     original = demo_model.fetch()
     tokenizer = SourceModel.open(original).tokenizer
-    results = Results(options.out, [], resume=True, command=command())
+    results = Results(options.out, [], resume=True, command=command(), divergences=DIVERGENCES)
     with contextlib.ExitStack() as stack:
         scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.out.parent)))
         scratch.mkdir(parents=True, exist_ok=True)

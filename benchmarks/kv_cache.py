@@ -154,7 +154,8 @@ def main() -> None:
     options = arguments.parse_args()
     original = demo_model.fetch()
     tokenizer = source_model.load_tokenizer(original)
-    results = Results(options.out, [], resume=True, command=command(), spans=SPANS, distances=DISTANCES)
+    results = Results(options.out, [], resume=True, command=command(), spans=SPANS, distances=DISTANCES,
+                      divergences=DIVERGENCES)  # fmt: skip
     with contextlib.ExitStack() as stack:
         scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.out.parent)))
         scratch.mkdir(parents=True, exist_ok=True)
@@ -195,7 +196,7 @@ def main() -> None:
 
 
 # Heads of `divergence_cells`.
-DIVERGENCES = ("KL", "its 99 %", "equal top tokens")
+DIVERGENCES = ["KL", "its 99 %", "equal top tokens"]
 
 
 def divergence_cells(row: dict[str, Any], text: str) -> tuple[str, ...]:
