@@ -125,7 +125,7 @@ class Bf16Tiles {
   // Stores the weights of tokens [from, high) and a group of columns, weight(t), as [span, 16 columns, 32 tokens]. Returns
   // their sums.
   template <typename Weight>
-  __m512 weights(int64_t g, int64_t from, int64_t high, RowReader<bf16>&, float*, Weight weight) {
+  __m512 weights(int64_t g, int64_t from, int64_t high, RowReader<bf16>& reader, float*, Weight weight) {
     const __m512i interleaved = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
                                                  6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     bf16* to = weights_ + g * SPANS * 512;
@@ -137,6 +137,7 @@ class Bf16Tiles {
         evens = _mm512_add_ps(evens, even);
         odds = _mm512_add_ps(odds, odd);
         pairs[i] = _mm512_permutexvar_epi16(interleaved, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+        reader.prefetch_step();
       }
       transpose16(pairs);
       for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(to + span * 512 + i * 32, pairs[i]);
@@ -146,7 +147,7 @@ class Bf16Tiles {
 
   // Gathers the values of a span's tokens, of which [begin, until) exist: up to 64 elements, `width`, from `offset` of a row
   // on.
-  void gather(const RowReader<bf16>& reader, int64_t span, int64_t begin, int64_t until, int64_t offset, int64_t width) {
+  void gather(RowReader<bf16>& reader, int64_t span, int64_t begin, int64_t until, int64_t offset, int64_t width) {
     const __m512i zero = _mm512_setzero_si512();
     for (int64_t half = 0; half < 2; ++half) {
       const int64_t at = offset + half * 32, count = std::max<int64_t>(0, width - half * 32);
@@ -157,6 +158,7 @@ class Bf16Tiles {
         const __m512i even = value(t), odd = value(t + 1);
         _mm512_store_si512(to, _mm512_unpacklo_epi16(even, odd));
         _mm512_store_si512(to + 512, _mm512_unpackhi_epi16(even, odd));
+        if (half == 0) reader.prefetch_step();
       }
     }
   }

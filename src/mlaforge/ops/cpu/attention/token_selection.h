@@ -10,6 +10,11 @@
 
 constexpr int64_t KEY_TILE = 16;  // tokens whose index keys are stored together
 constexpr int64_t TASK_TOKENS = 1024;  // cached tokens per task
+#ifdef __AVX512F__
+constexpr int SCORED_HEADS = 12;  // heads per pass over a tile's keys: as many accumulators as there are registers
+#else
+constexpr int SCORED_HEADS = 5;
+#endif
 constexpr int64_t SCORING_SCRATCH = 1 << 24;  // numbers in scratch, for at least one sequence
 
 // Rotation of index keys and queries: pairs (n, n + I / 2), each by one of the model's frequencies.
@@ -165,6 +170,8 @@ inline std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, 
       scorings.push_back({end_s, length, padded, parts});
       scratch_size += needed;
     }
+    // Sequences of one text, the tokens of a draft, read the same keys one after the other: from memory once.
+    std::stable_sort(tasks.begin(), tasks.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
     Scratch scratch;
     auto* next = scratch.get<float>(scratch_size);
     for (Scoring& scoring : scorings) {
@@ -199,13 +206,16 @@ inline std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, 
           int8_t* copy = path + (t - copied_from) / KEY_TILE * KEY_TILE * I + t % KEY_TILE;
           for (int64_t i = 0; i < I; ++i) copy[i * KEY_TILE] = key[i * KEY_TILE];
         }
-        run_in_batches<12>(H, [&](int64_t h, auto heads) {
+        run_in_batches<SCORED_HEADS>(H, [&](int64_t h, auto heads) {
           constexpr int N = heads;
           Floats maxima[N];
           for (Floats& logits_max : maxima) logits_max = splat(-INF);
           for (int64_t t = first; t < last; t += KEY_TILE) {
             const int8_t* key = t < copied_from ? from + (blocks[t / block_size] * block_size + t % block_size) * I
                                                 : path + (t - copied_from) * I;
+            // Tiles lie in blocks anywhere in memory, so that the processor does not foresee them.
+            if (const int64_t next = t + 8 * KEY_TILE; h == 0 && next < copied_from)
+              prefetch_bytes(from + (blocks[next / block_size] * block_size + next % block_size) * I, I * KEY_TILE);
             Floats sums[N];
 #pragma GCC unroll 12
             for (int n = 0; n < N; ++n) sums[n] = splat(0.0f);

@@ -5,6 +5,7 @@
 // conversion to bf16 (AVX-512: six).
 #pragma once
 #include <array>
+#include <bit>
 
 #include "rows/int8_rows.h"
 
@@ -143,12 +144,15 @@ struct CodedRows {
     }
   }
 
-  // Decodes 32 coordinates of B bits from their bytes in each plane.
+  // Decodes 32 coordinates of B bits of a row from their bytes in each plane.
   template <int B>
-  static void decode(const std::array<const uint8_t*, 4>& from, bf16* to) {
+  [[gnu::always_inline]] static void decode(const uint8_t* row, const std::array<int64_t, 4>& offsets, bf16* to) {
     __m256i lower = _mm256_setzero_si256(), upper = lower;
-    add_fields<B, 0>(from[0], lower, upper), add_fields<B, 1>(from[1], lower, upper);
-    add_fields<B, 2>(from[2], lower, upper), add_fields<B, 3>(from[3], lower, upper);
+    add_fields<B, 0>(row + offsets[0], lower, upper), add_fields<B, 1>(row + offsets[1], lower, upper);
+    add_fields<B, 2>(row + offsets[2], lower, upper), add_fields<B, 3>(row + offsets[3], lower, upper);
+#ifndef __AVX512F__
+    if constexpr (B <= 4) return look_up<B>(to, lower);
+#endif
     if constexpr (B <= 8) store_bytes(to, _mm256_sub_epi8(lower, _mm256_set1_epi8(char(1 << (B - 1)))));
     else store_codes(to, lower, upper, 1 << (B - 1));
   }
@@ -162,35 +166,32 @@ struct CodedRows {
   template <int B>
   void read_run(const Run& run, const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last,
                 bf16* rows, int64_t stride) const {
-    const int64_t begin = std::max<int64_t>(0, first - run.first) / BLOCK * BLOCK;
+    const int64_t begin = std::max<int64_t>(0, first - run.first) / BLOCK * BLOCK, bytes = bytes_;
     const int64_t end = std::min(run.count, last - run.first);
-    for (int64_t t = 0; t < count; ++t) {
-      const uint8_t* row = packed + slots[t] * bytes_;
-      bf16* to = rows + t * stride + run.first;
-      for (int64_t i = begin; i < end; i += BLOCK) {
-        std::array<const uint8_t*, 4> from;
-        for (int64_t plane = 0; plane < 4; ++plane) from[plane] = row + run.offsets[plane] + i * WIDTHS[plane] / 8;
-        // A last block that is not full spills into columns that are decoded later, if there are any.
-        if (i + BLOCK <= run.count || run.readable) {
-          if (run.first + i + BLOCK <= last) decode<B>(from, to + i);
-          else decode_part<B>(from, to + i, std::min(BLOCK, run.count - i));
-          continue;
-        }
-        uint8_t copies[4][BLOCK] = {};
-        for (int64_t plane = 0; plane < 4; ++plane) {
-          if (!(B & WIDTHS[plane])) continue;
-          std::memcpy(copies[plane], from[plane], segment_bytes(plane, run.count - i));
-          from[plane] = copies[plane];
-        }
-        decode_part<B>(from, to + i, run.count - i);
-      }
+    for (int64_t i = begin; i < end; i += BLOCK) {
+      // Block by block, so that offsets and masks stay in registers for all rows.
+      std::array<int64_t, 4> offsets;
+      for (int64_t plane = 0; plane < 4; ++plane) offsets[plane] = run.offsets[plane] + i * WIDTHS[plane] / 8;
+      bf16* to = rows + run.first + i;
+      // A last block that is not full spills into columns that are decoded later, if there are any.
+      const bool readable = i + BLOCK <= run.count || run.readable, whole = run.first + i + BLOCK <= last;
+      for (int64_t t = 0; readable && whole && t < count; ++t)
+        decode<B>(packed + slots[t] * bytes, offsets, to + t * stride);
+      for (int64_t t = 0; !(readable && whole) && t < count; ++t)
+        read_part<B>(packed + slots[t] * bytes, offsets, std::min(BLOCK, run.count - i), readable, to + t * stride);
     }
   }
 
+  // Decodes `count` coordinates of a last block.
   template <int B>
-  static void decode_part(const std::array<const uint8_t*, 4>& from, bf16* to, int64_t count) {
+  static void read_part(const uint8_t* row, std::array<int64_t, 4> offsets, int64_t count, bool readable, bf16* to) {
     alignas(64) uint16_t decoded[BLOCK];
-    decode<B>(from, (bf16*)decoded);
+    uint8_t copies[4 * BLOCK] = {};
+    for (int64_t plane = 0; plane < 4 && !readable; ++plane) {
+      if (B & WIDTHS[plane]) std::memcpy(copies + plane * BLOCK, row + offsets[plane], segment_bytes(plane, count));
+      offsets[plane] = plane * BLOCK;
+    }
+    decode<B>(readable ? row : copies, offsets, (bf16*)decoded);
     std::memcpy((void*)to, decoded, 2 * count);
   }
 
@@ -200,7 +201,7 @@ struct CodedRows {
 
 #ifdef __AVX512F__
   // Converts 32 signed bytes.
-  static void store_bytes(bf16* to, __m256i x) {
+  [[gnu::always_inline]] static void store_bytes(bf16* to, __m256i x) {
     auto half = [](__m128i bytes) { return Floats{_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))}; };
     narrow(to, half(_mm256_castsi256_si128(x)), half(_mm256_extracti128_si256(x, 1)));
   }
@@ -208,13 +209,31 @@ struct CodedRows {
   static Floats join(__m256 low, __m256 high) { return {_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1)}; }
 #else
   // Converts 32 signed bytes. bf16 represents them exactly, so the upper halves of floats are the result.
-  static void store_bytes(bf16* to, __m256i x) {
+  [[gnu::always_inline]] static void store_bytes(bf16* to, __m256i x) {
     auto put = [](bf16* to, __m128i bytes) {
       const __m256i words = _mm256_cvtepi8_epi16(bytes);
       const __m256i even = _mm256_srli_epi32(_mm256_castps_si256(even_floats(words)), 16);
       _mm256_storeu_si256((__m256i*)to, _mm256_blend_epi16(even, _mm256_castps_si256(odd_floats(words)), 0xaa));
     };
     put(to, _mm256_castsi256_si128(x)), put(to + 16, _mm256_extracti128_si256(x, 1));
+  }
+
+  // Converts 32 codes of at most 4 bits, less their offset: each byte of a bf16 is one of 16.
+  template <int B>
+  [[gnu::always_inline]] static void look_up(bf16* to, __m256i codes) {
+    constexpr auto table = [](int shift) {
+      std::array<char, 16> bytes{};
+      for (int code = 0; code < 1 << B; ++code)
+        bytes[code] = char(std::bit_cast<uint32_t>(float(code - (1 << (B - 1)))) >> shift);
+      return bytes;
+    };
+    static constexpr std::array<char, 16> low = table(16), high = table(24);
+    auto bytes = [&](const std::array<char, 16>& of) {
+      return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)of.data())), codes);
+    };
+    const __m256i first = _mm256_unpacklo_epi8(bytes(low), bytes(high)), second = _mm256_unpackhi_epi8(bytes(low), bytes(high));
+    _mm256_storeu_si256((__m256i*)to, _mm256_permute2x128_si256(first, second, 0x20));
+    _mm256_storeu_si256((__m256i*)(to + 16), _mm256_permute2x128_si256(first, second, 0x31));
   }
 
   static Floats join(__m256 low, __m256 high) { return {low, high}; }
