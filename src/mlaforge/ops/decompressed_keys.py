@@ -25,6 +25,15 @@ def key_format(kv_heads: int, head_dim: int) -> Int8:
     return Int8((head_dim,) * kv_heads)
 
 
+def rounded_keys(keys_LGD: Tensor) -> Tensor:
+    """Round keys [L, KV heads, D] as the cache does; fp32."""
+    L, G, D = keys_LGD.shape
+    format = key_format(G, D)
+    stored, units = torch.empty(L, format.unit_bytes, dtype=torch.uint8), torch.arange(L)
+    format.write(stored, units, keys_LGD.flatten(1))
+    return format.read(stored, units).float().view(L, G, D)
+
+
 def decompressed_keys_bytes(slots: int, key_bytes: int) -> int:
     """Bytes for `slots` slots and keys of `key_bytes`. The OS commits the memory when entries are written."""
     return 4 * slots + slots // TOKENS_PER_KEY * (key_bytes + 4)
