@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.speculation.drafter import ancestry
-from mlaforge.ops.decompressed_keys import TOKENS_PER_KEY, DecompressedKeys, key_format
 from mlaforge.ops.row_formats.format import RowFormat
 from mlaforge.ops.row_formats.int4 import Int4
 from mlaforge.ops.row_formats.int8 import Int8
@@ -86,21 +85,26 @@ def test_latents(layout, heads, kv_heads, rank, rope, stored, compiled):
 
     def attend(cache: Cache, tree_Tn: Tensor | None) -> tuple[Tensor, ...]:
         layer = latent_layer(heads, kv_heads, rank, E, len(cache.slots))
-        inputs = (*layer, *cache.rows(stored == "bf16"), cache.slots, *cache.view, 0.3, tree_Tn)
-        if layout == "latent_rope":
-            return (kernel(*inputs),)
-        # A cache of decompressed keys without entries: keys are rounded as if they were cached.
-        slots, key_bytes = len(cache.decoded), key_format(kv_heads, layer[5].numel() // kv_heads).bytes(1)
-        none = DecompressedKeys(torch.empty(0, key_bytes, dtype=torch.uint8), torch.full((slots + 1,), -1).int())
-        rounded = kernel(*inputs, None, none.keys, none.metadata)
+        sequences, size = len(cache.view[1]), cache.view[4]
+        inputs, ending = (*layer, *cache.rows(stored == "bf16"), cache.slots, *cache.view), (0.3, tree_Tn)
+        prompts = kernel(*inputs, [True] * sequences, *ending) if tree_Tn is None else torch.empty(0)
+        inputs = (*inputs, [False] * sequences, *ending)
+        actual = kernel(*inputs)
         # Prompts (more than 64 columns) do not cache decompressed keys.
-        if cache.view[4] == 1 and len(cache.view[1]) == 1 and heads * len(cache.slots) <= 64 and tree_Tn is None:
-            # As a selection of all tokens; the second run reads cached keys.
-            positions = torch.arange(int(cache.view[1]), dtype=torch.int32)[None]
-            retained = DecompressedKeys.empty(TOKENS_PER_KEY * slots, key_bytes)
-            for _ in range(2):
-                assert torch.equal(kernel(*inputs, positions, retained.keys, retained.metadata), rounded)
-            assert bool((retained.metadata[cache.slots] >= 0).all())
-        return kernel(*inputs), rounded
+        chosen = layout == "latent" and size == 1 and sequences == 1 and heads * len(cache.slots) <= 64
+        if chosen and tree_Tn is None:
+            # As a selection of all tokens; the second run reads cached keys: of all tokens, or of as many as have room.
+            positions, slots = torch.arange(int(cache.view[1]), dtype=torch.int32)[None], len(cache.decoded)
+            for entries in (slots, 5, 0):
+                keys, metadata = (
+                    torch.empty(entries, layer[6].numel()).bfloat16(),
+                    torch.full((slots + entries + 1,), -1),
+                )
+                metadata = metadata.int()
+                metadata[-1] = 0
+                for _ in range(2):
+                    assert torch.equal(kernel(*inputs, positions, keys, metadata), actual)
+                assert int((metadata[:slots] >= 0).sum()) == min(entries, int(cache.view[1] - cache.view[2]))
+        return actual, prompts
 
     assert not differing(attend, format)

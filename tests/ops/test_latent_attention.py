@@ -12,17 +12,13 @@ from torch import Tensor
 from mlaforge.ops.latent_attention import integer_weights
 from mlaforge.ops.native import pack
 from mlaforge.ops.paged_attention import paged_attention
+from support.packed_caches import packed_up
 from support.paged_steps import DEVICE, Shape, make_step
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "cpu", reason="kernels of the CPU"),
     pytest.mark.usefixtures("fresh_memory_is_nan"),
 ]
-
-
-def packed_up(w_uk: Tensor, w_uv: Tensor) -> Tensor:
-    """W_uk [G, D, R] and W_uv [G, V, R] as LatentWeights.w_up."""
-    return torch.cat([pack(w_uk.flatten(0, 1), 32), *(pack(w, 32) for w in w_uv)])
 
 
 # Which sequences of a step are parts of prompts: the first, third, ... or the others.

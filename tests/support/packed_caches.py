@@ -121,6 +121,11 @@ def latent_format(stored: str, rank: int, rope: int) -> RowFormat:
     return Coded(tuple(max(8, (rank - 11 * bit) // 8 * 8) for bit in range(11)), rope)
 
 
+def packed_up(w_uk: Tensor, w_uv: Tensor) -> Tensor:
+    """W_uk [G, D, R] and W_uv [G, V, R] as LatentWeights.w_up."""
+    return torch.cat([pack(w_uk.flatten(0, 1), 32), *(pack(w, 32) for w in w_uv)])
+
+
 def latent_layer(heads: int, kv_heads: int, rank: int, rope: int, queries: int) -> tuple:
     """What a kernel of latent attention is given first, for this many query tokens; the first are the projections."""
     H, G, D, V, R, E, N = heads, kv_heads, 16, 24, rank, rope, queries
@@ -130,10 +135,10 @@ def latent_layer(heads: int, kv_heads: int, rank: int, rope: int, queries: int) 
         return torch.randn(*size, generator=generator)
 
     both, (w_uk, w_uv) = normal(N, H * (D + E) + R + E).bfloat16(), (normal(G, x, R).bfloat16() / 8 for x in (D, V))
-    b_v, sinks, values = normal(G, V), normal(H), torch.stack([pack(w) for w in w_uv])
+    b_v, sinks, up = normal(G, V), normal(H), (packed_up(w_uk, w_uv), None, None)
     if E:
         turn, index = torch.complex(normal(N, 1, E), normal(N, 1, E)), torch.randperm(E, generator=generator)[: E // 2]
-        return both, turn, index, torch.stack([pack(w.T) for w in w_uk]), values, normal(G, D), b_v, sinks
+        return both, turn, index, torch.stack([pack(w.T) for w in w_uk]), *up, normal(G, D), b_v, sinks
     angles, b_k = normal(POSITIONS, D // 2), normal(G * D).bfloat16()
     norms = normal(D).bfloat16(), normal(D).bfloat16()
-    return both, angles.cos(), angles.sin(), pack(w_uk.flatten(0, 1), 32), values, b_k, b_v, *norms, 1e-5, sinks
+    return both, angles.cos(), angles.sin(), *up, b_k, b_v, *norms, 1e-5, sinks

@@ -20,7 +20,6 @@ from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import rotate
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.decompressed_keys import rounded_keys
 from mlaforge.ops.dispatch import Op
 from mlaforge.ops.host_view import host_view
 from mlaforge.ops.native import form, kernel, pack, supports_bfloat16, unpack
@@ -114,13 +113,11 @@ def latent_reference(
         q_NHD = F.rms_norm(q_NHD, (D,), weights.q_norm.float(), weights.eps)
     rows.write(view.slots_N, q_kv_NX[:, -R:])
     outs = []
-    for (q_HTD, row_LR, mask_TL, at_L), prompt in zip(_sequences(q_NHD, rows, view), view.prompts, strict=True):
+    for q_HTD, row_LR, mask_TL, at_L in _sequences(q_NHD, rows, view):
         k_LGD = (row_LR @ w_uk.T + weights.b_k.float()).unflatten(1, (G, D))
         if weights.k_norm is not None:
             k_LGD = F.rms_norm(k_LGD, (D,), weights.k_norm.float(), weights.eps)
         k_GLD = rotate(k_LGD.transpose(0, 1), cos_LP[at_L], sin_LP[at_L])
-        if rows.decompressed_keys is not None and not prompt:
-            k_GLD = rounded_keys(k_GLD.transpose(0, 1)).transpose(0, 1)
         last = at_L[-q_HTD.shape[1] :]
         q_GXD = rotate(q_HTD, cos_LP[last], sin_LP[last]).reshape(G, -1, D)
         logits_HTL = (q_GXD @ k_GLD.mT).view(*q_HTD.shape[:2], -1) * scale

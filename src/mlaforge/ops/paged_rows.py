@@ -41,15 +41,15 @@ class PagedRows:
     @classmethod
     def empty(
         cls, format: RowFormat, slots: int, dtype: torch.dtype, device: torch.device, unquantized: int = 0,
-        index_width: int = 0, key_bytes: int = 0,
+        index_width: int = 0, key_width: int = 0,
     ) -> PagedRows:  # fmt: skip
         """Allocate uninitialised memory for `slots` tokens, and `unquantized` more in unquantized blocks. Elements of
-        an index key: `index_width`; bytes of a token's decompressed keys: `key_bytes`; 0 for none."""
+        an index key: `index_width`; of a token's decompressed keys: `key_width`; 0 for none."""
         if isinstance(format, Plain):
             slots, unquantized = slots + unquantized, 0
         rows = torch.empty(unquantized, format.width, dtype=torch.bfloat16, device=device) if unquantized else None
         index_keys = empty_keys(slots, index_width, device) if index_width else None
-        keys = DecompressedKeys.empty(slots + unquantized, key_bytes) if key_bytes else None
+        keys = DecompressedKeys.empty(slots + unquantized, key_width) if key_width else None
         return cls(format, format.empty(slots // format.tokens, device), dtype, rows, index_keys, keys)
 
     @property

@@ -19,7 +19,7 @@ from torch import Tensor
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup, Copy
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.decompressed_keys import decompressed_keys_bytes, key_format
+from mlaforge.ops.decompressed_keys import decompressed_keys_bytes
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats import row_format, row_format_type
 from mlaforge.ops.row_formats.format import RowFormat
@@ -39,14 +39,14 @@ class LayerCache:
     format       how a row is stored (ops/row_formats/)
     group        number of the layer's cache group
     index_bytes  bytes of the index key that a sparse layer caches too
-    key_bytes    bytes of a token's decompressed keys where those are cached too, for some of the tokens
+    key_width    elements of a decompressed key where those are cached too, for some of the tokens
     """
 
     kind: str
     format: RowFormat
     group: int
     index_bytes: int = 0
-    key_bytes: int = 0
+    key_width: int = 0
 
     @property
     def width(self) -> int:
@@ -54,8 +54,8 @@ class LayerCache:
         return self.format.width
 
     def block_bytes(self, block_size: int) -> int:
-        cached_keys = decompressed_keys_bytes(block_size, self.key_bytes) if self.key_bytes else 0
-        return self.format.bytes(block_size) + self.index_bytes * block_size + cached_keys
+        key_bytes = decompressed_keys_bytes(block_size, self.key_width) if self.key_width else 0
+        return self.format.bytes(block_size) + self.index_bytes * block_size + key_bytes
 
     def unquantized_block_bytes(self, block_size: int) -> int:
         """Bytes of a block whose rows are not quantized."""
@@ -103,10 +103,10 @@ def layer_caches(
                 f"kv_cache_dtype {kv_cache_dtype} keeps unquantized blocks, which sparse attention cannot select from; "
                 "use int8 or bf16"
             )
-        key_bytes = 0
+        key_width = 0
         if cache_keys and sparse and kind == "latent" and config.indexer_types[index] != "dense":
-            key_bytes = key_format(layer.num_kv_heads, layer.head_dim).bytes(1)
-        layers.append(LayerCache(kind, format, windows.index(layer.window), index_bytes, key_bytes))
+            key_width = layer.num_kv_heads * layer.head_dim
+        layers.append(LayerCache(kind, format, windows.index(layer.window), index_bytes, key_width))
     return layers, windows
 
 
@@ -229,7 +229,7 @@ class Cache:
             quantized = (group.num_blocks + num_scratch) * block_size
             unquantized = group.num_unquantized * block_size
             self.rows.append(
-                PagedRows.empty(layer.format, quantized, dtype, device, unquantized, layer.index_bytes, layer.key_bytes)
+                PagedRows.empty(layer.format, quantized, dtype, device, unquantized, layer.index_bytes, layer.key_width)
             )
 
     @property

@@ -1,6 +1,6 @@
-// Cache of decompressed keys of the `latent` layout, in int8, for selections of tokens: consecutive tokens select mostly the
-// same tokens. A key depends only on its token's row and position, and new keys are rounded to the cache's format
-// (latent_keys.h), so a cached key is bitwise equal to a new one. Writing a row must invalidate its key.
+// Cache of decompressed keys of the `latent` layout, for selections of tokens: consecutive tokens select mostly the same
+// tokens. A key depends only on its token's row and position, so a cached key is bitwise equal to a new one. Writing a row
+// must invalidate its key.
 //
 // Legend: L slots of the paged cache, E entries.
 #pragma once
@@ -8,9 +8,9 @@
 
 class DecompressedKeys {
  public:
-  // keys [E, bytes of LatentKeys::format]; metadata: see ops/decompressed_keys.py.
+  // keys [E, G D]; metadata: see ops/decompressed_keys.py.
   DecompressedKeys(const at::Tensor& keys, const at::Tensor& metadata)
-      : keys_(keys.mutable_data_ptr<uint8_t>()), E_(keys.size(0)), bytes_(keys.size(1)),
+      : keys_(keys.mutable_data_ptr<bf16>()), E_(keys.size(0)), GD_(keys.size(1)),
         entries_(metadata.mutable_data_ptr<int32_t>()), owners_(entries_ + metadata.numel() - E_ - 1), hand_(owners_ + E_) {
     TORCH_CHECK(keys.is_contiguous() && metadata.is_contiguous(), "decompressed keys are not contiguous");
     TORCH_CHECK(metadata.numel() > E_ + 1, "metadata of ", metadata.numel(), " numbers has no slots for ", E_, " keys");
@@ -24,34 +24,25 @@ class DecompressedKeys {
     }
   }
 
-  // Reads the keys at `count` slots, at most STRETCH, into rows.
-  void read(const LatentKeys& keys, const int32_t* slots, int64_t count, bf16* rows) const {
-    int32_t entries[STRETCH];
-    for (int64_t t = 0; t < count; ++t) entries[t] = entries_[slots[t]];
-    keys.format.read(keys_, entries, count, 0, keys.GD, rows, keys.width());
-  }
+  // The keys at a slot; nullptr if they are not cached.
+  const bf16* find(int32_t slot) const { return entries_[slot] < 0 ? nullptr : keys_ + entries_[slot] * GD_; }
 
-  void prefetch(int32_t slot) const { prefetch_bytes(keys_ + entries_[slot] * bytes_, bytes_); }
-
-  // Decompresses the keys that `view` reads and the cache lacks. Returns false, without changes, if the cache has fewer
-  // entries than the view has distinct rows.
-  bool decompress_missing(const View& view, const LatentKeys& keys, const Rows& cached) const {
-    TORCH_CHECK(bytes_ == keys.format.unit_bytes(), "a key has ", keys.format.unit_bytes(), " bytes, not ", bytes_);
+  // Decompresses the keys that `view` reads, a selection, and the cache lacks, as many as it has entries for.
+  void decompress_missing(const View& view, const LatentKeys& keys, const Rows& cached) const {
     const int64_t S = view.sequences();
-    int64_t total = 0;
-    for (int64_t s = 0; s < S; ++s) total += view.rows(s);
-    if (view.block_size != 1 || (total > E_ && distinct_slots(view) > E_)) return false;
     std::vector<bool> is_read(E_);  // entries that this step reads
     for (int64_t s = 0; s < S; ++s)
       for (int32_t slot : view.blocks(s))
         if (entries_[slot] >= 0) is_read[entries_[slot]] = true;
+    int64_t available = E_ - std::count(is_read.begin(), is_read.end(), true);
     struct Missing { int32_t slot, position; };
     std::vector<Missing> missing;
     for (int64_t s = 0; s < S; ++s) {
       int32_t position = int32_t(view.first(s)) - 1;
       for (int32_t slot : view.blocks(s)) {
         ++position;
-        if (entries_[slot] >= 0) continue;
+        if (entries_[slot] >= 0 || !available) continue;
+        --available;
         // Clock eviction, except of entries that this step reads.
         while (is_read[*hand_]) *hand_ = (*hand_ + 1) % E_;
         if (owners_[*hand_] >= 0) entries_[owners_[*hand_]] = -1;
@@ -64,34 +55,22 @@ class DecompressedKeys {
     const int64_t stride = latents.width(), count = missing.size();
     at::parallel_for(0, (count + UNIT - 1) / UNIT, 1, [&](int64_t begin, int64_t end) {
       Scratch scratch;
-      bf16 *loaded = scratch.get<bf16>(UNIT * stride), *unit_keys = scratch.get<bf16>(UNIT * keys.GD);
+      bf16 *loaded = scratch.get<bf16>(UNIT * stride), *unit_keys = scratch.get<bf16>(UNIT * GD_);
       for (int64_t unit = begin; unit < end; ++unit) {
         const Missing* batch = missing.data() + unit * UNIT;
         const int64_t batch_size = std::min(UNIT, count - unit * UNIT);
         int32_t slots[UNIT], positions[UNIT] = {};
         for (int64_t i = 0; i < batch_size; ++i) slots[i] = batch[i].slot, positions[i] = batch[i].position;
         latents.load(slots, batch_size, loaded, stride);
-        keys.decompress(loaded, stride, positions, UNIT, unit_keys, keys.GD);
-        for (int64_t i = 0; i < batch_size; ++i)
-          keys.format.write(unit_keys + i * keys.GD, keys_ + entries_[slots[i]] * bytes_);
+        keys.decompress(loaded, stride, positions, UNIT, unit_keys, GD_);
+        for (int64_t i = 0; i < batch_size; ++i) std::copy_n(unit_keys + i * GD_, GD_, keys_ + entries_[slots[i]] * GD_);
       }
     });
-    return true;
   }
 
  private:
-  // The query tokens of one text select mostly the same tokens.
-  int64_t distinct_slots(const View& view) const {
-    std::vector<bool> counted(owners_ - entries_);
-    int64_t count = 0;
-    for (int64_t s = 0; s < view.sequences(); ++s)
-      for (const int32_t slot : view.blocks(s))
-        if (!counted[slot]) counted[slot] = true, ++count;
-    return count;
-  }
-
-  uint8_t* keys_;
-  const int64_t E_, bytes_;
+  bf16* keys_;
+  const int64_t E_, GD_;
   int32_t *entries_, *owners_, *hand_;
 };
 
@@ -108,17 +87,38 @@ class DecompressedKeyRows : public RowSource {
       end = std::min(count, t + STRETCH);
       for (int64_t i = end; i < std::min(count, end + STRETCH); ++i) prefetch(slots[i]);
       cache_.load_latents(slots + t, end - t, rows + t * width);
-      decompressed_keys_.read(cache_.keys, slots + t, end - t, rows + t * width);
     }
-    for (int64_t t = 0; t < count; ++t) row[t] = rows + t * width;
+    int64_t missing[UNIT], count_missing = 0;
+    for (int64_t t = 0; t < count; ++t) {
+      row[t] = rows + t * width;
+      if (const bf16* key = decompressed_keys_.find(slots[t])) std::copy_n(key, cache_.keys.GD, rows + t * width);
+      else missing[count_missing++] = t;
+      if (count_missing == UNIT || (count_missing && t + 1 == count))
+        decompress(position, missing, std::exchange(count_missing, 0), rows);
+    }
   }
 
   void prefetch(int32_t slot) override {
-    decompressed_keys_.prefetch(slot);
+    if (const bf16* key = decompressed_keys_.find(slot)) prefetch_bytes(key, 2 * cache_.keys.GD);
     cache_.cached.prefetch(&slot, 1, {0, cache_.keys.up.R});
   }
 
  private:
+  // Computes the keys of rows [keys, c] that the cache lacks, at most UNIT; `position`: of row 0.
+  void decompress(int64_t position, const int64_t* missing, int64_t count, bf16* rows) {
+    const LatentKeys& keys = cache_.keys;
+    const int64_t width = keys.width(), stride = odd_lines(keys.up.K);
+    Scratch scratch;
+    bf16 *latents = scratch.get<bf16>(UNIT * stride), *unit_keys = scratch.get<bf16>(UNIT * keys.GD);
+    int32_t positions[UNIT] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      std::copy_n(rows + missing[i] * width + keys.latent_offset(), keys.up.K, latents + i * stride);
+      positions[i] = int32_t(position + missing[i]);
+    }
+    keys.decompress(latents, stride, positions, UNIT, unit_keys, keys.GD);
+    for (int64_t i = 0; i < count; ++i) std::copy_n(unit_keys + i * keys.GD, keys.GD, rows + missing[i] * width);
+  }
+
   const LatentCache& cache_;
   const DecompressedKeys& decompressed_keys_;
   Scratch scratch_;

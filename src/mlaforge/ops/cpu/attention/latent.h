@@ -19,7 +19,7 @@ inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const L
   const at::Tensor qkv = qkv_NX.contiguous();
   const int64_t N = qkv.size(0), X = qkv.size(1), R = rows.width, D = 2 * angles.pairs;
   const int64_t G = weights.b_k.size(0) / D, H = (X - R) / D, J = H / G, V = weights.b_v_GV.size(1);
-  const LatentKeys keys(weights, angles, R, decompressed_keys.has_value());
+  const LatentKeys keys(weights, angles, R);
   const int64_t* slots = slots_N.const_data_ptr<int64_t>();
   for (int64_t n = 0; n < N; ++n) rows.write_row(slots[n], qkv.const_data_ptr<bf16>() + n * X + H * D);
   if (decompressed_keys) decompressed_keys->invalidate(slots, N);
@@ -40,8 +40,9 @@ inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const L
   const auto in_advance = [&](int64_t s) { return prompts[s] || is_prompt(view, s, H); };
   bool none_in_advance = true;
   for (int64_t s = 0; s < view.sequences(); ++s) none_in_advance &= !in_advance(s);
-  if (decompressed_keys &&
-      !(angles.text_positions && none_in_advance && decompressed_keys->decompress_missing(view, keys, rows)))
+  if (angles.text_positions && none_in_advance && decompressed_keys && view.block_size == 1)
+    decompressed_keys->decompress_missing(view, keys, rows);
+  else
     decompressed_keys.reset();
 
   at::Tensor out = at::empty({N, H * V}, qkv.options());

@@ -1,7 +1,6 @@
 // Keys of the layout `latent` from cached latents: decompressed, normed, and rotated by their tokens' positions.
 #pragma once
 #include "attention/up_projection.h"
-#include "rows/int8_rows.h"
 
 // Rotation table: cos and sin [positions, D / 2]. For a selection, `text_positions` maps the view's positions to positions
 // in the text.
@@ -33,19 +32,15 @@ struct Angles {
   }
 };
 
-// Keys of cached latents c. A token's keys depend only on its own row and position. Where keys are cached
-// (decompressed_keys.h), in int8, those of rows [keys, c] are rounded to that format, so that they do not depend on the
-// cache.
+// Keys of cached latents c. A token's keys depend only on its own row and position.
 class LatentKeys {
  public:
-  LatentKeys(const LatentWeights& weights, const Angles& angles, int64_t R, bool rounds)
-      : up(weights, R), GD(up.G * up.D), format(std::vector<int64_t>(up.G, up.D)), bias_(to_float(weights.b_k)),
-        norm_(weights.k_norm ? to_float(*weights.k_norm) : std::vector<float>()), eps_(float(weights.eps)), angles_(angles),
-        rounds_(rounds) {}
+  LatentKeys(const LatentWeights& weights, const Angles& angles, int64_t R)
+      : up(weights, R), GD(up.G * up.D), bias_(to_float(weights.b_k)),
+        norm_(weights.k_norm ? to_float(*weights.k_norm) : std::vector<float>()), eps_(float(weights.eps)), angles_(angles) {}
 
   const UpProjection up;
   const int64_t GD;
-  const Int8Rows format;  // of cached keys: a scale per KV head
 
   // Elements between consecutive rows [keys, c], whose latent begins at `latent_offset()`.
   int64_t latent_offset() const { return round_to_lines(GD); }
@@ -61,15 +56,9 @@ class LatentKeys {
                          : finish<true>(y, y_stride, g, heads, positions + t, unit, key_stride);
     });
   }
-  // The same in rows [keys, c]; keys are rounded.
+  // The same in rows [keys, c].
   void decompress(bf16* rows, const int32_t* positions, int64_t count) const {
     decompress(rows + latent_offset(), width(), positions, count, rows, width());
-    if (!rounds_) return;
-    Scratch scratch;
-    auto* stored = scratch.get<uint8_t>(format.unit_bytes());
-    const int32_t slot = 0;
-    for (bf16* row = rows; row < rows + count * width(); row += width())
-      format.write(row, stored), format.read(stored, &slot, 1, 0, GD, row, width());
   }
 
  private:
@@ -119,5 +108,4 @@ class LatentKeys {
   const std::vector<float> bias_, norm_;
   const float eps_;
   const Angles angles_;
-  const bool rounds_;
 };
