@@ -168,24 +168,24 @@ def test_shared_blocks_and_trees(format, compiled):
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
 @pytest.mark.parametrize("stored", ["int8", "coded"])
 def test_latents(stored, layout, whole, heads, kv_heads, rank, rope, window, compiled):
-    """The kernel writes packed bf16 rows, and attends over the decoded ones."""
+    """The kernel writes packed bf16 rows, and attends over the decoded ones, of prompts and of generated tokens."""
     E = rope if layout == "latent_rope" else 0
     R = rank if stored == "int8" else rank // 8 * 8
     cache = make_cache(latent_format(stored, R, E), [(300, 4), (5, 5), (9, 1), (400, 90), (70, 1)], 16, window, whole)
     format, first = cache.format, latent_layer(heads, kv_heads, R, E, len(cache.slots))
     kernel = getattr(compiled, layout)
-    before = cache.packed.clone()
-    actual = kernel(*first, *cache.rows(decoded=False), cache.slots, *cache.view, 0.3, None)
+    before, step = cache.packed.clone(), (*cache.view, [True, False, True, False, True], 0.3, None)
+    actual = kernel(*first, *cache.rows(decoded=False), cache.slots, *step)
 
     exact = cache.decoded.clone()
-    kernel(*first, exact, None, [0], cache.slots, *cache.view, 0.3, None)
+    kernel(*first, exact, None, [0], cache.slots, *step)
     packed = cache.slots < len(cache.packed)
     format.write(before, cache.slots[packed], exact[cache.slots[packed]])
     assert torch.equal(cache.packed, before)
     assert torch.equal(cache.read()[cache.slots[~packed]], exact[cache.slots[~packed]])
 
     cache.decoded.copy_(cache.read())
-    expected = kernel(*first, *cache.rows(decoded=True), cache.spare, *cache.view, 0.3, None)
+    expected = kernel(*first, *cache.rows(decoded=True), cache.spare, *step)
     assert same(actual, expected)
 
 

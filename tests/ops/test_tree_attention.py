@@ -96,13 +96,13 @@ def test_latents(layout, heads, kv_heads, rank, rope, block_size, stored, compil
     for cache, tree_Tn in texts(latent_format("int8" if stored == "bf16" else stored, rank, E), block_size):
         qkv, *layer = latent_layer(heads, kv_heads, rank, E, len(tree_Tn))
         rows = cache.rows(decoded=stored == "bf16")
-        actual = kernel(qkv, *layer, *rows, cache.slots, *cache.view, 0.3, tree_Tn)
+        actual = kernel(qkv, *layer, *rows, cache.slots, *cache.view, [False], 0.3, tree_Tn)
         for m, back in enumerate(tree_Tn):
             straight, slot, view = decoding(cache, rows, back)
             # The kernel writes the newest token's row itself.
             straight[0][slot] = 255 if straight[0].dtype == torch.uint8 else torch.nan
             inputs = [layer[0][m : m + 1], *layer[1:]] if E else layer
-            expected = kernel(qkv[m : m + 1], *inputs, *straight, slot, *view, 0.3, None)
+            expected = kernel(qkv[m : m + 1], *inputs, *straight, slot, *view, [False], 0.3, None)
             assert expected.isfinite().all()
             assert torch.equal(actual[m], expected[0]), (cache.view[1:], back)
 
