@@ -70,13 +70,13 @@ def test_prompt_lookup(model):
     """Drafts of 8 tokens, as on dense models, beside a prompt that is computed in chunks."""
     llm = engine(model, max_num_batched_tokens=32, max_num_seqs=8)
     prompts = looping_prompts() + random_prompts(120)
-    plain = answers(llm, prompts, max_tokens=40)
+    plain = answers(llm, prompts, max_tokens=80)
     llm.engine.config = dataclasses.replace(llm.engine.config, adaptive_speculation=False)
     llm.engine.speculate(llm.engine._lookup_drafter(), prompt_lookup=True)
     assert llm.engine.speculation.lookup.max_tokens == 8
-    assert answers(llm, prompts, max_tokens=40) == plain
+    assert answers(llm, prompts, max_tokens=80) == plain
     speculate(llm.engine, PromptLookupDrafter(), 8)
-    assert answers(llm, prompts, max_tokens=40) == plain
+    assert answers(llm, prompts, max_tokens=80) == plain
     assert llm.engine.stats().speculation.drafted > 8
     idle(llm.engine)
 
