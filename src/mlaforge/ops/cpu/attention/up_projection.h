@@ -19,7 +19,7 @@ inline int64_t round_to_lines(int64_t numbers) { return (numbers + LINE - 1) / L
 inline int64_t odd_lines(int64_t numbers) { return ((numbers + LINE - 1) / LINE | 1) * LINE; }
 
 // A token's result depends on its own latent alone. Coded latents are integers: without tiles they are multiplied as pairs of
-// 16 bits, at twice fp32's rate, with weights that are rounded less than bf16's.
+// 16 bits, twice as many per instruction as fp32, with weights that are rounded less than bf16's.
 //
 // Limit: 2 K G (D + V) FLOPs per token. The weights (2 K G (D + V) bytes) stay in a core's cache.
 class UpProjection {
