@@ -22,6 +22,9 @@ class EvalConfig(Options):
     )
     dtype: str = option("auto", "compute dtype", choices=DTYPES)
     device: str = option("auto", "device: auto, cpu, cuda, cuda:1, ...")
-    teacher: str | None = option(None, "the original model, from which MODEL diverges, or the student of --criteria")
+    teacher: str | None = option(
+        None,
+        "the original model: measure the divergence of MODEL from it, or compare the student with it by --criteria",
+    )
     student: str | None = option(None, "with --criteria: the converted or healed model to evaluate")
     criteria: str | None = option(None, "YAML file of criteria for the student in comparison with the teacher")

@@ -1,19 +1,26 @@
 // Rows that attention reads, computed in advance from the blocks of some sequences, each distinct block once.
 #pragma once
-#include <numeric>
+#include <optional>
 #include <unordered_map>
 
-#include "attention/up_projection.h"
 #include "attention/view.h"
 #include "rows/rows.h"
+#include "simd/scratch.h"
 
-// Owns the rows' memory.
-class BlockRows {
- public:
+constexpr int64_t UNIT = 32;  // tokens whose rows are computed together
+
+struct BlockRows {
+  std::optional<Rows> rows = std::nullopt;  // none if no sequence is selected
+  View view;  // of these rows
+
   // `selects(s)`: whether the blocks of sequence s are computed. `compute(slots, positions, count, rows)` writes the rows of
   // `count` tokens, a multiple of UNIT, of which the last ones may repeat a slot; rows are `width` elements apart.
   template <typename Selects, typename Compute>
-  BlockRows(const View& of, int64_t width, Selects selects, Compute compute) : view(of) {
+  BlockRows(Scratch& scratch, const View& of, int64_t width, Selects selects, Compute compute) : view(of) {
+    constexpr int64_t TASK_ROWS = 256;  // whole units
+    bool any = false;
+    for (int64_t s = 0; s < of.sequences(); ++s) any |= selects(s);
+    if (!any) return;
     const int64_t size = of.block_size;
     view.table_SB = of.table_SB.clone();
     std::unordered_map<int32_t, int32_t> entries;
@@ -27,13 +34,12 @@ class BlockRows {
         *entry = at->second;
       }
     }
-    if (blocks.empty()) return;
-    const int64_t total = blocks.size() * size, tasks = (total + TOKENS - 1) / TOKENS;
-    auto* to = scratch_.get<bf16>((total + UNIT - 1) / UNIT * UNIT * width);
+    const int64_t total = blocks.size() * size, tasks = (total + TASK_ROWS - 1) / TASK_ROWS;
+    auto* to = scratch.get<bf16>((total + UNIT - 1) / UNIT * UNIT * width);
     at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-      int32_t slots[TOKENS], positions[TOKENS];
+      int32_t slots[TASK_ROWS], positions[TASK_ROWS];
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t first = i * TOKENS, count = std::min(TOKENS, (total - first + UNIT - 1) / UNIT * UNIT);
+        const int64_t first = i * TASK_ROWS, count = std::min(TASK_ROWS, (total - first + UNIT - 1) / UNIT * UNIT);
         for (int64_t t = 0; t < count; ++t) {
           const auto [b, offset] = std::lldiv(std::min(first + t, total - 1), size);
           slots[t] = int32_t(blocks[b].number * size + offset), positions[t] = int32_t(blocks[b].position + offset);
@@ -43,13 +49,4 @@ class BlockRows {
     });
     rows.emplace(to, width);
   }
-
-  // The computed rows, and the view of them; no rows if no sequence is selected.
-  std::optional<Rows> rows;
-  View view;
-
- private:
-  static constexpr int64_t TOKENS = 256;  // per task: whole units
-
-  Scratch scratch_;
 };

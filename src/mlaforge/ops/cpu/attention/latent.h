@@ -63,9 +63,10 @@ inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const L
       continue;
     }
     Attention attention{part_q, H, G, D, R, {D, 0, keys.latent_offset()}, Rows(nullptr, keys.width()), part_view, float(scale)};
-    const BlockRows computed(part_view, keys.width(), [&](int64_t s) { return is_prompt(part_view, s, H); },
+    Scratch part_scratch;
+    const BlockRows computed(part_scratch, part_view, keys.width(), [&](int64_t s) { return is_prompt(part_view, s, H); },
                              [&](const int32_t* slots, const int32_t* positions, int64_t count, bf16* to) {
-                               cache.compute(slots, positions, count, count, to);
+                               cache.compute(slots, positions, count, to);
                              });
     attention.decoded = computed.rows, attention.decoded_view = computed.view;
     attention.source = [&]() -> std::unique_ptr<RowSource> {

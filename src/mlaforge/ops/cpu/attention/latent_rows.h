@@ -11,10 +11,10 @@ struct LatentCache {
   const LatentKeys& keys;
   const Rows& cached;
 
-  // Computes rows [keys, c] of the tokens at `count` slots; `padded`: `count` rounded up to a multiple of UNIT.
-  void compute(const int32_t* slots, const int32_t* positions, int64_t count, int64_t padded, bf16* rows) const {
+  // Computes rows [keys, c] of the tokens at `count` slots, a multiple of UNIT.
+  void compute(const int32_t* slots, const int32_t* positions, int64_t count, bf16* rows) const {
     load_latents(slots, count, rows);
-    keys.decompress(rows, positions, padded);
+    keys.decompress(rows, positions, count);
   }
   // Loads c alone.
   void load_latents(const int32_t* slots, int64_t count, bf16* rows) const {

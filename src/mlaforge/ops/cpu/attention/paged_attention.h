@@ -16,11 +16,8 @@
 #include <functional>
 #include <memory>
 #include <numeric>
-#include <unordered_map>
 
-#include "attention/view.h"
-#include "rows/rows.h"
-#include "simd/scratch.h"
+#include "attention/block_rows.h"
 
 constexpr int64_t COLUMNS = 64;  // columns per task
 constexpr int64_t GROUPS = COLUMNS / 16;
@@ -387,34 +384,12 @@ class PagedAttention {
   // Decodes the rows of prompts, which many tasks read: each distinct block once.
   void decode_prompts() {
     if (!of_.rows.packed() || of_.reads_codes()) return;
-    const int64_t size = view_.block_size, width = of_.rows.width;
-    at::Tensor table = view_.table_SB.clone();
-    std::unordered_map<int32_t, int32_t> entries;
-    std::vector<int32_t> blocks;
-    for (int64_t s = 0; s < view_.sequences(); ++s) {
-      int32_t* table_row = table.mutable_data_ptr<int32_t>() + s * table.size(1);
-      for (int64_t b = 0; of_.prompt(s) && b * size < view_.rows(s); ++b) {
-        const auto [entry, inserted] = entries.try_emplace(table_row[b], int32_t(blocks.size()));
-        if (inserted) blocks.push_back(table_row[b]);
-        table_row[b] = entry->second;
-      }
-    }
-    if (blocks.empty()) return;
-    auto* to = scratch_.get<bf16>(blocks.size() * size * width);
-    at::parallel_for(0, blocks.size(), 1, [&](int64_t from, int64_t until) {
-      Scratch scratch;
-      auto* slots = scratch.get<int32_t>(size);
-      auto** row = scratch.get<const bf16*>(size);
-      for (int64_t i = from; i < until; ++i) {
-        bf16* block_rows = to + i * size * width;
-        std::iota(slots, slots + size, int32_t(blocks[i] * size));
-        of_.rows.stage(slots, size, {ColumnRange{0, width}}, block_rows, row);
-        // Unquantized rows of a block are contiguous.
-        if (row[0] != block_rows) std::copy_n(row[0], size * width, block_rows);
-      }
-    });
-    of_.decoded.emplace(to, width);
-    of_.decoded_view = View{table, view_.seq_lens_S, view_.first_S, view_.query_start_S1, size, view_.window, view_.tree_Tn};
+    const int64_t width = of_.rows.width;
+    const BlockRows read(scratch_, view_, width, [&](int64_t s) { return of_.prompt(s); },
+                         [&](const int32_t* slots, const int32_t*, int64_t count, bf16* rows) {
+                           of_.rows.read(slots, count, width, rows, width);
+                         });
+    of_.decoded = read.rows, of_.decoded_view = read.view;
   }
 
   // Groups tasks whose chunks begin with the same row, so that sequences that share rows read them together. Returns the

@@ -7,8 +7,8 @@
 #pragma once
 #include <set>
 
-#include "attention/block_rows.h"
 #include "attention/decode.h"
+#include "attention/up_projection.h"
 
 // Rows that are decompressed at a time, unless one sequence has more.
 constexpr int64_t MAX_BLOCK_ROWS = 4096;
@@ -69,7 +69,8 @@ void attend_prompts(const float* q, int64_t H, int64_t key_dim, const CachedLate
   const UpProjection& up = latents.up;
   const Layout row{key_dim, up.W, round_to_lines(up.G * key_dim)};
   const int64_t width = odd_lines(row.v_offset + up.G * up.W), stride = latents.width();
-  const BlockRows computed(view, width, [](int64_t) { return true; },
+  Scratch scratch;
+  const BlockRows computed(scratch, view, width, [](int64_t) { return true; },
                            [&](const int32_t* slots, const int32_t* positions, int64_t count, bf16* rows) {
                              Scratch scratch;
                              auto* loaded = scratch.get<bf16>(count * stride);

@@ -4,14 +4,14 @@
 // part, V value dimensions, W = V rounded up to blocks of 16 outputs.
 #pragma once
 #include "attention/absorbed_v.h"
+#include "attention/block_rows.h"
 #include "linear/product.h"
 #include "simd/scratch.h"
 #ifdef __AMX_TILE__
 #include "linear/tiled_linear.h"
 #endif
 
-// bf16 elements per cache line, and tokens whose keys are computed together.
-constexpr int64_t LINE = 32, UNIT = 32;
+constexpr int64_t LINE = 32;  // bf16 elements per cache line
 
 inline int64_t round_to_lines(int64_t numbers) { return (numbers + LINE - 1) / LINE * LINE; }
 // Distance of rows of at least so many elements: an odd number of cache lines, so that rows do not compete for the same
