@@ -57,7 +57,9 @@ class Mlaforge:
 
     def prefill(self, prompts: Prompts) -> float:
         self._prompts = prompts
-        self._llm.engine.reset_prefix_cache()
+        engine = self._llm.engine
+        # Older checkouts have another name.
+        (engine.reset_prefix_cache if hasattr(engine, "reset_prefix_cache") else engine.forget)()
         start = time.perf_counter()
         self._llm.generate(prompts, self._params(temperature=0.0, max_tokens=1))
         return time.perf_counter() - start
