@@ -23,7 +23,7 @@ from mlaforge.engine.execution.linear import fused
 from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
-from mlaforge.modeling.rope_mla import rotate
+from mlaforge.modeling.rope_mla import RotationTable, rotate
 from mlaforge.ops.attention_mass import attention_with_mass, last_query_row, probe_attention_mass
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import refresh
@@ -49,6 +49,14 @@ class Step:
     rotation_N1P: Tensor
     dtype: torch.dtype
     selections: Selections = dataclasses.field(default_factory=Selections)
+    _angles: dict[tuple[RotationTable, int], tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
+
+    def angles(self, table: RotationTable, length: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of at least `length` positions, [L, P], looked up once for all layers."""
+        if (table, length) not in self._angles:
+            cos, sin = table(length, self.rotation_N1P.real)
+            self._angles[table, length] = cos[0], sin[0]
+        return self._angles[table, length]
 
     def probe(self, view: CacheView) -> AttentionProbe | None:
         """The probe that a layer with this view must record to, if any."""
@@ -201,7 +209,7 @@ class PagedLatentAttention:
         if self.fused is not None:
             if self.q_b_proj is not None:
                 q_kv_NX = torch.cat((q, row_NW), dim=1)
-            out = self.fused(q_kv_NX, step.rotation_N1P, self.rows, view)
+            out = self.fused(q_kv_NX, step, self.rows, view)
             if probe is not None:
                 probe.layers.append(self._attention_mass(q, step, view, probe.sequences))
             return self.o_proj(out, residual_NC)
@@ -323,12 +331,12 @@ class FusedLatent:
             else LATENT.bind(example, None, None, weights, rows)
         )  # fmt: skip
 
-    def __call__(self, q_kv_NX: Tensor, rotation_N1P: Tensor, rows: PagedRows, view: CacheView) -> Tensor:
+    def __call__(self, q_kv_NX: Tensor, step: Step, rows: PagedRows, view: CacheView) -> Tensor:
         """Return [N, H·V] for queries and the row to cache, concatenated; write the rows to the cache."""
         if self.rope_dim:
-            out: Tensor = self.op(q_kv_NX, rotation_N1P, self.weights, rows, view, self.scaling)
+            out: Tensor = self.op(q_kv_NX, step.rotation_N1P, self.weights, rows, view, self.scaling)
         else:
-            cos, sin = (table[0] for table in self.table(view.max_seq_len, rotation_N1P.real))
+            cos, sin = step.angles(self.table, view.max_seq_len)
             out = self.op(q_kv_NX, cos, sin, self.weights, rows, view, self.scaling)
         return out
 

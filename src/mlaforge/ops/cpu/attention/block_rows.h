@@ -22,12 +22,12 @@ struct BlockRows {
     for (int64_t s = 0; s < of.sequences(); ++s) any |= selects(s);
     if (!any) return;
     const int64_t size = of.block_size;
-    view.table_SB = of.table_SB.clone();
+    int32_t* table = view.copy_table();
     std::unordered_map<int32_t, int32_t> entries;
     struct Block { int32_t number, position; };
     std::vector<Block> blocks;
     for (int64_t s = 0; s < of.sequences(); ++s) {
-      int32_t* entry = view.table_SB.mutable_data_ptr<int32_t>() + s * of.table_SB.size(1);
+      int32_t* entry = table + s * view.columns();
       for (int64_t p = of.first(s); selects(s) && p < of.length(s); p += size, ++entry) {
         const auto [at, inserted] = entries.try_emplace(*entry, int32_t(blocks.size()));
         if (inserted) blocks.push_back({*entry, int32_t(p)});

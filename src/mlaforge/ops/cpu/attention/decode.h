@@ -79,10 +79,8 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> decode_with_mass(const at:
   // Tile kernels record no weights, so the keys are read a second time.
   std::vector<int64_t> last;
   for (const int64_t s : probed) last.push_back(view.query(s + 1) - 1);
-  const at::Tensor last_P = at::tensor(at::IntArrayRef(last)), probed_P = at::tensor(probed);
-  const View text = View::text(view.table_SB.index_select(0, probed_P), view.seq_lens_S.index_select(0, probed_P),
-                               view.block_size);
-  return {out, lse, attention_mass(q.index_select(0, last_P), G, rows, text, scale)};
+  const at::Tensor last_P = at::tensor(at::IntArrayRef(last));
+  return {out, lse, attention_mass(q.index_select(0, last_P), G, rows, view.text(probed), scale)};
 #else
   return {out, lse, mass_from_weights(*probe, view, probed, lses)};
 #endif

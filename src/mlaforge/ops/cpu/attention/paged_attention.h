@@ -42,7 +42,7 @@ class RowSource {
 };
 
 // Whether a sequence has more columns than a task, so that every task reads all chunks. Otherwise every chunk is a task.
-inline bool is_prompt(const View& view, int64_t s, int64_t H) { return view.queries(s) * H > COLUMNS && !view.tree_Tn; }
+inline bool is_prompt(const View& view, int64_t s, int64_t H) { return view.queries(s) * H > COLUMNS && !view.is_tree(); }
 
 // Unnormalized softmax weights of the last query tokens of some sequences: per such token and head e^(score - chunk maximum)
 // [chunks, CHUNK], and that maximum [chunks]. Views with windows are not supported.
@@ -152,7 +152,7 @@ class RowReader {
         source_(attention.source ? attention.source() : nullptr),
         in_place_(CODES || (!attention.rows.packed() && !attention.source)),
         gathered_(tiled && attention.view.block_size % 16) {
-    const int64_t elements = attention.view.tree_Tn || gathered_ ? scratch_rows_ * stride_
+    const int64_t elements = attention.view.is_tree() || gathered_ ? scratch_rows_ * stride_
                            : CODES                             ? 0
                                                                : attention.rows.scratch_elements(scratch_rows_);
     scratch_ = memory_.get<T>(elements);
@@ -334,7 +334,7 @@ class PagedAttention {
       // Otherwise every chunk is a task, and results are merged afterwards. A tree has more tasks: chunks before it per
       // group of query tokens, chunks with nodes per query token.
       std::vector<HeadSet> sets;
-      if (fuse_heads && H <= COLUMNS && !few_chunks && (T * H <= COLUMNS || view_.tree_Tn || of_.split_columns == COLUMNS))
+      if (fuse_heads && H <= COLUMNS && !few_chunks && (T * H <= COLUMNS || view_.is_tree() || of_.split_columns == COLUMNS))
         sets = {all_heads};
       else for (int64_t g = 0; g < G; ++g) sets.push_back(single_head(g));
       const auto [from, to] = view_.chunks(s, 0, T);

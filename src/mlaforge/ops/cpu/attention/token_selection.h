@@ -135,7 +135,7 @@ inline std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, 
   const int64_t S = seq_lens_S.size(0), H = heads, G = weight_GIE.size(0), I = weight_GIE.size(1), E = weight_GIE.size(2);
   TORCH_CHECK(q_NX.stride(1) == 1 && weight_GIE.is_contiguous() && keys.is_contiguous(), "inputs are not contiguous");
   TORCH_CHECK(block_size % KEY_TILE == 0, "the block size ", block_size, " is not a multiple of ", KEY_TILE, " tokens");
-  const View view{table_SB, seq_lens_S, at::zeros_like(seq_lens_S), query_start_S1, block_size, 0, tree_Tn};
+  const View view{table_SB, seq_lens_S, std::nullopt, query_start_S1, block_size, 0, tree_Tn};
   // Number of tokens that a sequence's last query token sees, and the slot of one of them.
   auto visible_length = [&](int64_t s) { return view.position(s, view.queries(s) - 1) + 1; };
   auto visible_slot = [&](int64_t s, int64_t t) {
@@ -145,7 +145,7 @@ inline std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, 
   };
   const int64_t max_count = *std::max_element(counts.begin(), counts.end());
   const int64_t K = (max_count + multiple - 1) / multiple * multiple;
-  at::Tensor slots = at::zeros({S, K}, table_SB.options()), positions = at::zeros({S, K}, table_SB.options());
+  at::Tensor slots = at::empty({S, K}, table_SB.options()), positions = at::empty({S, K}, table_SB.options());
   int32_t *slot = slots.mutable_data_ptr<int32_t>(), *position = positions.mutable_data_ptr<int32_t>();
 
   const bf16* qs = q_NX.const_data_ptr<bf16>();
@@ -291,6 +291,7 @@ inline std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, 
           const int32_t t = places[i];
           slot[s * K + i] = t < tree_begin ? blocks[t / size] * size + t % size : visible_slot(s, t);
         }
+        std::fill(places + count, places + K, 0), std::fill(slot + s * K + count, slot + (s + 1) * K, 0);
       }
     });
   }
