@@ -11,8 +11,8 @@ is context x batch; `sparse` peers read a selection of 1,024 tokens. Every peer 
 of the ratios to the base and to transformers are within 5 % of them to both sides, or there are --rounds. Prompts are
 computed anew --prefills times.
 
-`base` is mlaforge at CHECKOUT (`git worktree add CHECKOUT 51e5217`, before attention and products had kernels for AMX
-and for latents): a conversion is measured against it, so that nothing is lost by making the original faster. `share` is
+`base` is the original on mlaforge at CHECKOUT (`git worktree add CHECKOUT 639b4dd`), and `base, 4 bits` a conversion to
+coded rows there: ratios are to an older engine, so that nothing is lost by making the original faster. `share` is
 the part of a step's time that its limit takes: bytes of weights and cache over the speed at which memory is read here,
 or its FLOPs over the speed of a product in bf16 or fp32, whichever is faster, both measured at the start; each part of
 the step by the larger of the two. int8 and int4 stand with their perplexity on 4 windows of 2048 tokens. PYTHON is that
@@ -41,6 +41,7 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus
 from mlaforge.demo import model as demo_model
 from mlaforge.engine.execution.model import choose_format
+from mlaforge.ops import native
 from mlaforge.planning import machines
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import plan_of
@@ -50,11 +51,13 @@ from mlaforge.runtime import log
 # Ending of the peers that read a selection of 1,024 tokens.
 SPARSE = ", sparse"
 CODED = ("latent, 4 bits", "latent, 3 bits", f"latent, 4 bits{SPARSE}")
+SPARSE_INT8, BASE_CODED = f"original{SPARSE}, int8 rows", "base, 4 bits"
 HERE = Path(__file__).parent
 SCRATCH = HERE / ".scratch"
-# Least ratios (peer's time over that of a row's own): to the base's original by converted layout and case, ...
+# Least ratios (peer's time over that of a row's own): to the base's original by form and case, with AMX, ...
 LAYOUT_BARS = {("latent_rope", "128x1"): 0.9, ("latent_rope", "2048x1"): 1.0, ("latent_rope", "8000x1"): 1.2,
-               ("latent_rope", "2048x8"): 1.2}  # fmt: skip
+               ("latent_rope", "2048x8"): 1.2, (CODED[2], "128x1"): 0.95, (CODED[2], "2048x1"): 0.88,
+               (CODED[2], "8000x1"): 1.4, (CODED[2], "2048x8"): 1.2}  # fmt: skip
 # ... to bf16 in the same run, ...
 ROUNDED_BARS = {"int8": {"128x1": 1.35}, "int4": {"128x1": 1.7}}
 # ... and of prompts to transformers' better dtype, of the original.
@@ -110,6 +113,17 @@ def converted(directory: Path, name: str) -> Path:
     return out
 
 
+def converted_by(checkout: Path, directory: Path) -> Path:
+    """The model in coded rows by another checkout, which does not read those of this one."""
+    out = SCRATCH / f"base-{checkout.resolve().name}-4-bits"
+    options = {"calibration": "embedded", "nsamples": 8, "seqlen": 256, "eval_windows": 1, "bits": 4.0}
+    code = (
+        f"import mlaforge; mlaforge.convert({str(directory)!r}, {str(out.resolve())!r}, layout='latent', **{options})"
+    )
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(checkout / "src")}, check=True)
+    return out
+
+
 @contextmanager
 def peers(options: argparse.Namespace, directory: Path) -> Iterator[dict[str, Peer]]:
     """All that there are, by name."""
@@ -123,6 +137,9 @@ def peers(options: argparse.Namespace, directory: Path) -> Iterator[dict[str, Pe
     if options.base:
         base = {"PYTHONPATH": str(options.base / "src")}
         commands["base"] = [sys.executable, script, "mlaforge", directory, "auto"], base, (original, bf16), True
+        if not options.peers or BASE_CODED in options.peers:
+            coded = converted_by(options.base, directory)
+            commands[BASE_CODED] = [sys.executable, script, "mlaforge", coded, "auto"], base, None, True
     for dtype in ("auto", "int8", "int4"):
         name, format = ("original", bf16) if dtype == "auto" else (dtype, dtype)
         commands[name] = [sys.executable, script, "mlaforge", directory, dtype], ours, (original, format), True
@@ -134,6 +151,9 @@ def peers(options: argparse.Namespace, directory: Path) -> Iterator[dict[str, Pe
             model = converted(directory, layout)
             reads = SourceModel.open(model), bf16
             commands[layout] = [sys.executable, script, "mlaforge", model, "auto"], ours, reads, True
+    if not options.peers or SPARSE_INT8 in options.peers:
+        words = [sys.executable, script, "mlaforge", converted(directory, f"original{SPARSE}"), "auto", "int8"]
+        commands[SPARSE_INT8] = words, ours, None, True
     if options.llama:
         stored = directory.parent.parent / "demo" / Path(demo_model.MEMBER).name
         for name, dtype in (("llama.cpp bf16", "bfloat16"), ("llama.cpp Q4_1", "stored")):
@@ -202,7 +222,7 @@ def rows_of(
         }  # fmt: skip
         if name.partition(", ")[0] in ("original", "latent", "latent_rope"):
             row["cache_bytes"] = running[name].ask("cache_bytes")
-        for reference in filter(None, ("base", "original", best)):
+        for reference in filter(None, ("base", BASE_CODED, "original", best)):
             if reference in decoded:
                 mean, spread = ratio(decoded[reference], decoded[name])
                 row[f"to {'transformers' if reference == best else reference}"] = [mean, spread]
@@ -242,7 +262,7 @@ def main() -> None:
     cpu = Gpu("cpu", max(speeds.values()) / 1e12, machines.memory_speed(10) / 1e12, 0.0, "measured now", achievable=1.0)
     log(f"memory is read at {cpu.bandwidth / 1e9:.1f} GB/s; products: {speeds}")
     results = Results(options.out, [], command=command(), memory_bytes_per_second=cpu.bandwidth,
-                      product_flops=speeds, perplexity={})  # fmt: skip
+                      product_flops=speeds, perplexity={}, kernels=native.form())  # fmt: skip
     with peers(options, directory) as running:
         for case in options.cases:
             context, batch = map(int, case.split("x"))

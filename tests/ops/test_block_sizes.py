@@ -84,7 +84,7 @@ def test_latents(layout, heads, kv_heads, rank, rope, stored, compiled):
     format, kernel = latent_format("int8" if stored == "bf16" else stored, rank, E), getattr(compiled, layout)
 
     def attend(cache: Cache, tree_Tn: Tensor | None) -> tuple[Tensor, ...]:
-        layer = latent_layer(heads, kv_heads, rank, E, len(cache.slots))
+        layer = latent_layer(format, heads, kv_heads, rank, E, len(cache.slots))
         sequences, size = len(cache.view[1]), cache.view[4]
         inputs, ending = (*layer, *cache.rows(stored == "bf16"), cache.slots, *cache.view), (0.3, tree_Tn)
         prompts = kernel(*inputs, [True] * sequences, *ending) if tree_Tn is None else torch.empty(0)
@@ -97,7 +97,7 @@ def test_latents(layout, heads, kv_heads, rank, rope, stored, compiled):
             positions, slots = torch.arange(int(cache.view[1]), dtype=torch.int32)[None], len(cache.decoded)
             for entries in (slots, 5, 0):
                 keys, metadata = (
-                    torch.empty(entries, layer[6].numel()).bfloat16(),
+                    torch.empty(entries, layer[8].numel()).bfloat16(),
                     torch.full((slots + entries + 1,), -1),
                 )
                 metadata = metadata.int()

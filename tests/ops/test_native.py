@@ -76,6 +76,20 @@ def test_silu_mul(compiled, N, width, size, seed):
     near(compiled.silu_mul(x), F.silu(gate) * up, size * size)
 
 
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("N", [1, 40])
+def test_fused_norms_and_mlps_equal_their_parts(N, biased, compiled):
+    torch.manual_seed(N)
+    C, intermediate = 48, 70
+    x, norm = torch.randn(N, C).bfloat16(), torch.randn(C).bfloat16()
+    up, down = pack(torch.randn(2 * intermediate, C).bfloat16()), pack(torch.randn(C, intermediate).bfloat16())
+    up_bias, down_bias = (torch.randn(M).bfloat16() if biased else None for M in (2 * intermediate, C))
+    gate_up = compiled.linear(compiled.rms_norm(x, norm, 1e-5), up, 2 * intermediate, up_bias, None)
+    assert torch.equal(compiled.linear(x, up, 2 * intermediate, up_bias, None, False, norm, 1e-5), gate_up)
+    expected = compiled.linear(compiled.silu_mul(gate_up), down, C, down_bias, x)
+    assert torch.equal(compiled.gated_mlp(x, up, up_bias, down, down_bias, x, intermediate, norm, 1e-5), expected)
+
+
 @given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4), st.sampled_from([2, 6, 64]), st.integers(0, 9))
 def test_rope_and_store(compiled, N, heads, kv_heads, head_dim, seed):
     torch.manual_seed(seed)

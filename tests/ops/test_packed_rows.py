@@ -172,7 +172,8 @@ def test_latents(stored, layout, whole, heads, kv_heads, rank, rope, window, com
     E = rope if layout == "latent_rope" else 0
     R = rank if stored == "int8" else rank // 8 * 8
     cache = make_cache(latent_format(stored, R, E), [(300, 4), (5, 5), (9, 1), (400, 90), (70, 1)], 16, window, whole)
-    format, first = cache.format, latent_layer(heads, kv_heads, R, E, len(cache.slots))
+    format = cache.format
+    first = latent_layer(format, heads, kv_heads, R, E, len(cache.slots))
     kernel = getattr(compiled, layout)
     before, step = cache.packed.clone(), (*cache.view, [True, False, True, False, True], 0.3, None)
     actual = kernel(*first, *cache.rows(decoded=False), cache.slots, *step)

@@ -94,7 +94,7 @@ def test_latents(layout, heads, kv_heads, rank, rope, block_size, stored, compil
     E = rope if layout == "latent_rope" else 0
     kernel = getattr(compiled, layout)
     for cache, tree_Tn in texts(latent_format("int8" if stored == "bf16" else stored, rank, E), block_size):
-        qkv, *layer = latent_layer(heads, kv_heads, rank, E, len(tree_Tn))
+        qkv, *layer = latent_layer(cache.format, heads, kv_heads, rank, E, len(tree_Tn))
         rows = cache.rows(decoded=stored == "bf16")
         actual = kernel(qkv, *layer, *rows, cache.slots, *cache.view, [False], 0.3, tree_Tn)
         for m, back in enumerate(tree_Tn):

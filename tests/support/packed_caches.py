@@ -7,6 +7,7 @@ import random
 import torch
 from torch import Tensor
 
+from mlaforge.ops.latent_attention import CodeWeights
 from mlaforge.ops.native import pack
 from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.row_formats.format import RowFormat
@@ -126,7 +127,11 @@ def packed_up(w_uk: Tensor, w_uv: Tensor) -> Tensor:
     return torch.cat([pack(w_uk.flatten(0, 1), 32), *(pack(w, 32) for w in w_uv)])
 
 
-def latent_layer(heads: int, kv_heads: int, rank: int, rope: int, queries: int) -> tuple:
+# The arguments of `latent` for latents that are not coded.
+NO_CODES = (None, None, None, 0)
+
+
+def latent_layer(format: RowFormat, heads: int, kv_heads: int, rank: int, rope: int, queries: int) -> tuple:
     """What a kernel of latent attention is given first, for this many query tokens; the first are the projections."""
     H, G, D, V, R, E, N = heads, kv_heads, 16, 24, rank, rope, queries
     generator = torch.Generator().manual_seed(1)
@@ -135,10 +140,12 @@ def latent_layer(heads: int, kv_heads: int, rank: int, rope: int, queries: int) 
         return torch.randn(*size, generator=generator)
 
     both, (w_uk, w_uv) = normal(N, H * (D + E) + R + E).bfloat16(), (normal(G, x, R).bfloat16() / 8 for x in (D, V))
-    b_v, sinks, up = normal(G, V), normal(H), (packed_up(w_uk, w_uv), None, None)
+    b_v, sinks, up = normal(G, V), normal(H), packed_up(w_uk, w_uv)
     if E:
         turn, index = torch.complex(normal(N, 1, E), normal(N, 1, E)), torch.randperm(E, generator=generator)[: E // 2]
-        return both, turn, index, torch.stack([pack(w.T) for w in w_uk]), *up, normal(G, D), b_v, sinks
+        return both, turn, index, torch.stack([pack(w.T) for w in w_uk]), up, normal(G, D), b_v, sinks
     angles, b_k = normal(POSITIONS, D // 2), normal(G * D).bfloat16()
     norms = normal(D).bfloat16(), normal(D).bfloat16()
-    return both, angles.cos(), angles.sin(), *up, b_k, b_v, *norms, 1e-5, sinks
+    coded = isinstance(format, Coded)
+    codes = CodeWeights.of(w_uk.flatten(0, 1), format.counts).arguments if coded else NO_CODES
+    return both, angles.cos(), angles.sin(), up, *codes, b_k, b_v, *norms, 1e-5, sinks

@@ -239,7 +239,8 @@ def replay(path: Path, implementation: str | None = None, device: str = "cpu") -
 # All ops whose module was imported, by name, and the module in ops/ of every op.
 OPS: dict[str, Op] = {}
 MODULES = {
-    "attention_mass": "attention_mass", "attention_with_mass": "attention_mass", "latent": "latent_attention",
+    "attention_mass": "attention_mass", "attention_with_mass": "attention_mass", "gated_mlp": "linear",
+    "latent": "latent_attention",
     "latent_rope": "latent_attention", "linear": "linear", "linear_int4": "linear", "linear_int8": "linear",
     "mxfp4_experts": "mxfp4_experts", "pack_blocks": "paged_rows", "packed_attention": "packed_attention",
     "paged_attention": "paged_attention", "rms_norm": "elementwise", "rope_and_store": "rope_and_store",

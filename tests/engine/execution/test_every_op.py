@@ -91,8 +91,8 @@ def test_every_op_is_compared(run, checking):
 
 # One case for every op.
 CASE_OF_OP = {
-    "gqa": ["linear", "paged_attention", "rms_norm", "rope_and_store", "silu_mul"],
-    "gqa in int8": ["linear_int8", "packed_attention"],
+    "gqa": ["gated_mlp", "linear", "paged_attention", "rms_norm", "rope_and_store"],
+    "gqa in int8": ["linear_int8", "packed_attention", "silu_mul"],
     "gqa in int4": ["linear_int4", "pack_blocks"],
     "latent, sparse": ["latent", "select_tokens", "write_index"],
     "gqa under sparse views": ["attention_with_mass"],

@@ -102,7 +102,7 @@ class PagedGroupedQueryAttention:
         self.norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         for norm in self.norms or ():
             norm.weight = _reordered(norm.weight, order)
-        self.qkv = fused([attention.q_proj, attention.k_proj, attention.v_proj], format)
+        self.qkv = self.input_projection = fused([attention.q_proj, attention.k_proj, attention.v_proj], format)
         self.o_proj = fused([attention.o_proj], format)
         self.sinks = attention.sinks if sinks else None
         self.sparse = make_indexer(attention, self.num_heads, rows, self.sinks, order=order)
@@ -177,7 +177,7 @@ class PagedLatentAttention:
         self.factored = attention.config.q_lora_rank is not None
         self.widths = [attention.num_heads * (attention.nope_dim + attention.rope_dim), rows.format.width]
         first = attention.q_a_proj if self.factored else attention.q_proj
-        self.q_kv_a = fused([first, attention.kv_a_proj_with_mqa], format)
+        self.q_kv_a = self.input_projection = fused([first, attention.kv_a_proj_with_mqa], format)
         self.q_b_proj = fused([attention.q_b_proj], format) if self.factored else None
         self.o_proj = fused([attention.o_proj], format)
         # The projections that are fused above; the others stay, in fp32 on a CPU.
@@ -198,21 +198,21 @@ class PagedLatentAttention:
         latent = self.latent
         N, W = normed_NC.shape[0], self.widths[1]
         q_kv_NX = self.q_kv_a(normed_NC)
-        q, row_NW = q_kv_NX[:, :-W], q_kv_NX[:, -W:]
         if self.q_b_proj is not None:
-            q = self.q_b_proj(q)
+            q_kv_NX = torch.cat((self.q_b_proj(q_kv_NX[:, :-W]), q_kv_NX[:, -W:]), dim=1)
         probe = step.probe(view)
         if self.sparse is not None and not step.batch.sparse_views:
-            features, query = self._index_inputs(row_NW, q) if latent.qk_norm else (row_NW, q)
+            features, query = q_kv_NX[:, -W:], q_kv_NX
+            if latent.qk_norm:
+                features, query = self._index_inputs(features, q_kv_NX[:, :-W])
             view = self.sparse(features, query, step.rotation_N1P, self.rows, view, step.selections, probe)
             probe = None
         if self.fused is not None:
-            if self.q_b_proj is not None:
-                q_kv_NX = torch.cat((q, row_NW), dim=1)
             out = self.fused(q_kv_NX, step, self.rows, view)
             if probe is not None:
-                probe.layers.append(self._attention_mass(q, step, view, probe.sequences))
+                probe.layers.append(self._attention_mass(q_kv_NX[:, :-W], step, view, probe.sequences))
             return self.o_proj(out, residual_NC)
+        q, row_NW = q_kv_NX[:, :-W], q_kv_NX[:, -W:]
         q_NHD = self._queries(q, step)
         if latent.rope_dim:
             cos, sin = step.cos_N1P[..., latent.rope_index], step.sin_N1P[..., latent.rope_index]

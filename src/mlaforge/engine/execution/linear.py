@@ -50,20 +50,37 @@ class PackedLinear:
         self.format = format
         self.bias = None if bias_M is None else bias_M.clone()
         on_cpu = weight_MK.device.type == "cpu"
+        # Weights of our own kernel for bf16; None for other products.
+        self.packed: Tensor | None = None
+        # Weights and epsilon of a norm of the input: `fold_norm`.
+        self.norm: tuple[Tensor, float] | None = None
         self._product: Product
         if format in QUANTIZED:
             if not on_cpu:
                 raise UserError(f"dtype {format!r} exists on the CPU only; use bfloat16 on {weight_MK.device.type}")
             # The kernels read neither transposed weights, as experts have, nor rows with gaps between them.
             self._product = _quantized(weight_MK.contiguous(), format, out_fp32)
+        elif format == "bfloat16" and on_cpu and native.is_available() and self.in_features % 2 == 0:
+            self.packed = pack(weight_MK)
+            self._product = _packed_bfloat16(self.packed, self.out_features, out_fp32)
         else:
             self._product = (
-                _bfloat16(weight_MK, out_fp32) if format == "bfloat16" and on_cpu else _plain(weight_MK, out_fp32)
+                _onednn_bfloat16(weight_MK, out_fp32)
+                if format == "bfloat16" and on_cpu
+                else _plain(weight_MK, out_fp32)
             )
 
     def __call__(self, x_NK: Tensor, residual_NM: Tensor | None = None) -> Tensor:
         """Return y [N, M] plus `residual_NM`."""
         return self._product(x_NK, self.bias, residual_NM)
+
+    def fold_norm(self, weight_K: Tensor, eps: float) -> bool:
+        """Apply an RMS norm to x from now on, if one kernel does both; return whether it does."""
+        if self.packed is None or weight_K.dtype != torch.bfloat16:
+            return False
+        self.norm = weight_K, eps
+        self._product = _packed_bfloat16(self.packed, self.out_features, False, self.norm)
+        return True
 
 
 def _add(out_NM: Tensor, residual_NM: Tensor | None) -> Tensor:
@@ -78,14 +95,15 @@ def _plain(weight_MK: Tensor, out_fp32: bool) -> Product:
     return lambda x, bias, residual: _add(F.linear(x, weight, bias), residual)
 
 
-def _bfloat16(weight_MK: Tensor, out_fp32: bool) -> Product:
-    """Our own kernel where it is compiled, else oneDNN's, which packs from AVX-512 on only: 1.3 to 1.5 times the speed
-    of F.linear at one to eight rows."""
-    M, K = weight_MK.shape
-    if native.is_available() and K % 2 == 0:
-        native_packed = pack(weight_MK)
-        native_product = LINEAR.bind(weight_MK.new_empty(0, K), native_packed)
-        return lambda x, bias, residual: native_product(x, native_packed, M, bias, residual, out_fp32)
+def _packed_bfloat16(packed: Tensor, M: int, out_fp32: bool, norm: tuple[Tensor, float] | tuple[()] = ()) -> Product:
+    """Our own kernel."""
+    product = LINEAR.bind(packed.new_empty(0, 0), packed)
+    return lambda x, bias, residual: product(x, packed, M, bias, residual, out_fp32, *norm)
+
+
+def _onednn_bfloat16(weight_MK: Tensor, out_fp32: bool) -> Product:
+    """oneDNN's kernel, which packs from AVX-512 on only: 1.3 to 1.5 times the speed of F.linear at one to eight
+    rows."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return _plain(weight_MK, out_fp32)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_MK.bfloat16().contiguous(), 1)

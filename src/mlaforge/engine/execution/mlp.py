@@ -14,6 +14,7 @@ from torch import Tensor
 from mlaforge.engine.execution.linear import QUANTIZED, PackedLinear, fused
 from mlaforge.ops import native
 from mlaforge.ops.elementwise import SILU_MUL
+from mlaforge.ops.linear import GATED_MLP
 from mlaforge.ops.mxfp4_experts import OP, Mxfp4Experts
 
 
@@ -30,9 +31,19 @@ class GatedMlp:
         dtype = QUANTIZED.get(format, weight.dtype)
         # Elsewhere two of torch's kernels round between them, as the model's class does.
         fused_act = silu and weight.device.type == "cpu" and dtype == torch.bfloat16 and native.is_available()
-        self.silu_mul = SILU_MUL.bind(weight.new_empty(0, 0, dtype=dtype)) if fused_act else None
+        example = weight.new_empty(0, 0, dtype=dtype)
+        self.silu_mul = SILU_MUL.bind(example) if fused_act else None
+        packed = self.gate_up.packed is not None and self.down.packed is not None
+        self.gated_mlp = GATED_MLP.bind(example) if fused_act and packed else None
 
     def __call__(self, normed_NC: Tensor, residual_NC: Tensor) -> Tensor:
+        if self.gated_mlp is not None:
+            first, last = self.gate_up, self.down
+            out_NC: Tensor = self.gated_mlp(
+                normed_NC, first.packed, first.bias, last.packed, last.bias, residual_NC, last.in_features,
+                *(first.norm or ()),
+            )  # fmt: skip
+            return out_NC
         gate_up = self.gate_up(normed_NC)
         if self.silu_mul is not None:
             return self.down(self.silu_mul(gate_up), residual_NC)

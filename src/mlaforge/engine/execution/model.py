@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.execution.attention import PagedAttention, Step
-from mlaforge.engine.execution.linear import QUANTIZED, bfloat16_unit, vocabulary_head
+from mlaforge.engine.execution.linear import QUANTIZED, PackedLinear, bfloat16_unit, vocabulary_head
 from mlaforge.engine.execution.mlp import Mlp, make_mlp
 from mlaforge.engine.execution.weight_bytes import weight_bytes
 from mlaforge.modeling.eagle3 import AFTER_NORM
@@ -70,6 +70,17 @@ class RmsNorm:
         return F.layer_norm(torch.cat((x_NC, -x_NC), dim=-1), (2 * C,), self.twice, self.bias, self.eps)[..., :C]
 
 
+def folded(norm: Any, reader: Any) -> Any:
+    """Return `norm`, or the identity if the only product that reads its output applies it from now on."""
+    if isinstance(norm, RmsNorm) and isinstance(reader, PackedLinear) and reader.fold_norm(norm.weight, norm.eps):
+        return _identity
+    return norm
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """A decoder layer of every supported family: attention and MLP, each behind a norm, each added to the residual.
@@ -120,12 +131,14 @@ class EngineModel:
             for index in progress(range(stream.num_layers), "load layers"):
                 layer = stream.decoder.layers[index]
                 self._fill(layer, f"model.layers.{index}.")
+                attention = paged_attention(index, layer.self_attn)
+                mlp = make_mlp(layer.mlp, self.format, self.device)
                 self.layers.append(
                     Layer(
-                        self.make_norm(layer.input_layernorm),
-                        paged_attention(index, layer.self_attn),
-                        self.make_norm(layer.post_attention_layernorm),
-                        make_mlp(layer.mlp, self.format, self.device),
+                        folded(self.make_norm(layer.input_layernorm), attention.input_projection),
+                        attention,
+                        folded(self.make_norm(layer.post_attention_layernorm), getattr(mlp, "gate_up", None)),
+                        mlp,
                     )
                 )
                 # Free the module: its weights were packed anew.

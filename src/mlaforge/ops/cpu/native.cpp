@@ -18,8 +18,8 @@
 #define LIBRARY_OF_CPU(name, m) TORCH_LIBRARY_IMPL(name, CPU, m)
 
 LIBRARY(FORM, m) {
-  m.def("linear(Tensor x, Tensor packed, int out_features, Tensor? bias, Tensor? residual, bool fp32_out=False) "
-        "-> Tensor");
+  m.def("linear(Tensor x, Tensor packed, int out_features, Tensor? bias, Tensor? residual, bool fp32_out=False, "
+        "Tensor? norm=None, float eps=0) -> Tensor");
   m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? residual, bool fp32_out=False) "
         "-> Tensor");
   m.def("linear_int4(Tensor x, Tensor packed, Tensor scales, int out_features, Tensor? bias, Tensor? residual, bool fp32_out=False) "
@@ -30,6 +30,8 @@ LIBRARY(FORM, m) {
   m.def("row_formats() -> int[]", RowFormats::ids);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
+  m.def("gated_mlp(Tensor x, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, Tensor residual, "
+        "int intermediate, Tensor? norm=None, float eps=0) -> Tensor");
   m.def("rope_and_store(Tensor(a!) qkv, Tensor rotation, Tensor(b!) rows, Tensor(c!)? unquantized, int[] format, "
         "Tensor slots, int heads, int head_dim) -> ()");
   m.def("pack_blocks(Tensor(a!) rows, Tensor unquantized, int[] format, Tensor from, Tensor to, int block_size) -> ()");
@@ -44,12 +46,12 @@ LIBRARY(FORM, m) {
   m.def("attention_mass(Tensor q, Tensor rows, Tensor? unquantized, int[] format, int kv_heads, Tensor table, Tensor lengths, "
         "int block_size, float scale) -> Tensor");
   m.def(
-      "latent(Tensor qkv, Tensor cos, Tensor sin, Tensor w_up, Tensor? codes, Tensor? code_scales, Tensor b_k, "
-      "Tensor b_v, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? sinks, Tensor(a!) rows, Tensor(b!)? unquantized, int[] format, Tensor slots, "
+      "latent(Tensor qkv, Tensor cos, Tensor sin, Tensor w_up, Tensor? codes, Tensor? code_scales, "
+      "Tensor? code_offsets, int wide_steps, Tensor b_k, Tensor b_v, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? sinks, Tensor(a!) rows, Tensor(b!)? unquantized, int[] format, Tensor slots, "
       "Tensor table, Tensor seq_lens, Tensor first, Tensor query_start, int block_size, int window, int[] prompts, "
       "float scale, Tensor? tree, Tensor? positions=None, Tensor(c!)? keys=None, Tensor(d!)? keys_metadata=None) -> Tensor");
   m.def(
-      "latent_rope(Tensor qkv, Tensor rotation, Tensor rope_index, Tensor w_uk, Tensor w_up, Tensor? codes, Tensor? code_scales, "
+      "latent_rope(Tensor qkv, Tensor rotation, Tensor rope_index, Tensor w_uk, Tensor w_up, "
       "Tensor b_k, Tensor b_v, Tensor? sinks, Tensor(a!) rows, Tensor(b!)? unquantized, int[] format, Tensor slots, Tensor table, Tensor seq_lens, "
       "Tensor first, Tensor query_start, int block_size, int window, int[] prompts, float scale, Tensor? tree) -> Tensor");
   m.def("write_index(Tensor features, Tensor? halves, Tensor weight, Tensor bias, Tensor? rotation, Tensor frequency, "
@@ -68,6 +70,7 @@ LIBRARY_OF_CPU(FORM, m) {
   m.impl("mixture_mxfp4", mixture_mxfp4);
   m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
+  m.impl("gated_mlp", gated_mlp);
   m.impl("rope_and_store", ops::rope_and_store);
   m.impl("pack_blocks", ops::pack_blocks);
   m.impl("decode", ops::decode);

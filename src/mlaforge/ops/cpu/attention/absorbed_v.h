@@ -1,16 +1,18 @@
 // Value up-projection: the last step of latent attention in both layouts.
 #pragma once
+#include "attention/code_product.h"
 #include "linear/linear.h"
 #include "simd/scratch.h"
 
 // Weights of a latent layer (modeling/latent_attention_mla.py), packed as for `linear`. w_up: W_uk of all KV heads, whose
-// outputs are padded to blocks, then W_uv, padded per KV head; inputs padded to 32. w_uk: only in the layout `latent_rope`,
-// by KV head, with inputs and outputs exchanged. Norms: only in the layout `latent`. codes, code_scales: if latents are
-// integers, w_up as int16 and a factor per output; every sum of products with possible latents fits into 32 bits.
+// outputs are padded to blocks, then W_uv, padded per KV head; inputs padded to 32. codes: W_uk of coded latents in 8 bits;
+// only in the layout `latent`, and so are the norms. w_uk: only in the layout `latent_rope`, by KV head, with inputs and
+// outputs exchanged.
 struct LatentWeights {
   at::Tensor w_up, b_k, b_v_GV;
-  std::optional<at::Tensor> sinks_H, codes, code_scales, w_uk = std::nullopt, q_norm = std::nullopt, k_norm = std::nullopt;
+  std::optional<at::Tensor> sinks_H, w_uk = std::nullopt, q_norm = std::nullopt, k_norm = std::nullopt;
   double eps = 0;
+  std::optional<CodeWeights> codes = std::nullopt;
 };
 
 // Turns a token's attention output over values, [H, V], into the input of o_proj: adds the values' bias and applies the

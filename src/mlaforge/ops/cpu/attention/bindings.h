@@ -42,7 +42,8 @@ inline at::Tensor attention_mass(const at::Tensor& q, const at::Tensor& rows, Op
 }
 
 inline at::Tensor latent(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& w_up,
-                         Optional codes, Optional code_scales, const at::Tensor& b_k, const at::Tensor& b_v, Optional q_norm, Optional k_norm, double eps,
+                         Optional codes, Optional code_scales, Optional code_offsets, int64_t wide_steps,
+                         const at::Tensor& b_k, const at::Tensor& b_v, Optional q_norm, Optional k_norm, double eps,
                          Optional sinks, const at::Tensor& rows, Optional unquantized, at::IntArrayRef format,
                          const at::Tensor& slots, const at::Tensor& table, const at::Tensor& seq_lens,
                          const at::Tensor& first, const at::Tensor& query_start, int64_t block_size, int64_t window,
@@ -50,18 +51,20 @@ inline at::Tensor latent(const at::Tensor& qkv, const at::Tensor& cos, const at:
                          Optional keys_metadata) {
   std::optional<DecompressedKeys> decompressed_keys;
   if (keys) decompressed_keys.emplace(*keys, *keys_metadata);
-  return ::latent(qkv, {cos, sin, positions}, {w_up, b_k, b_v, sinks, codes, code_scales, std::nullopt, q_norm, k_norm, eps},
+  std::optional<CodeWeights> code_weights;
+  if (codes) code_weights = {*codes, *code_scales, *code_offsets, wide_steps};
+  return ::latent(qkv, {cos, sin, positions}, {w_up, b_k, b_v, sinks, std::nullopt, q_norm, k_norm, eps, code_weights},
                   {rows, unquantized, format}, slots, {table, seq_lens, first, query_start, block_size, window, tree}, prompts,
                   scale, decompressed_keys);
 }
 
 inline at::Tensor latent_rope(const at::Tensor& qkv, const at::Tensor& rotation, const at::Tensor& rope_index,
-                              const at::Tensor& w_uk, const at::Tensor& w_up, Optional codes, Optional code_scales,
+                              const at::Tensor& w_uk, const at::Tensor& w_up,
                               const at::Tensor& b_k, const at::Tensor& b_v, Optional sinks, const at::Tensor& rows, Optional unquantized, at::IntArrayRef format,
                               const at::Tensor& slots, const at::Tensor& table, const at::Tensor& seq_lens,
                               const at::Tensor& first, const at::Tensor& query_start, int64_t block_size, int64_t window,
                               at::IntArrayRef prompts, double scale, Optional tree) {
-  return ::latent_rope(qkv, rotation, rope_index, {w_up, b_k, b_v, sinks, codes, code_scales, w_uk}, {rows, unquantized, format}, slots,
+  return ::latent_rope(qkv, rotation, rope_index, {w_up, b_k, b_v, sinks, w_uk}, {rows, unquantized, format}, slots,
                        {table, seq_lens, first, query_start, block_size, window, tree}, prompts, scale);
 }
 

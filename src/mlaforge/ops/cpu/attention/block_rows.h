@@ -17,7 +17,7 @@ struct BlockRows {
   // `count` tokens, a multiple of UNIT, of which the last ones may repeat a slot; rows are `width` elements apart.
   template <typename Selects, typename Compute>
   BlockRows(Scratch& scratch, const View& of, int64_t width, Selects selects, Compute compute) : view(of) {
-    constexpr int64_t TASK_ROWS = 256;  // whole units
+    constexpr int64_t MAX_TASK_ROWS = 256;
     bool any = false;
     for (int64_t s = 0; s < of.sequences(); ++s) any |= selects(s);
     if (!any) return;
@@ -34,12 +34,15 @@ struct BlockRows {
         *entry = at->second;
       }
     }
-    const int64_t total = blocks.size() * size, tasks = (total + TASK_ROWS - 1) / TASK_ROWS;
+    // Tasks of whole units, at least one per thread if there are as many.
+    const int64_t total = blocks.size() * size, units = (total + UNIT - 1) / UNIT, threads = at::get_num_threads();
+    const int64_t task_rows = std::min((units + threads - 1) / threads * UNIT, MAX_TASK_ROWS);
+    const int64_t tasks = (total + task_rows - 1) / task_rows;
     auto* to = scratch.get<bf16>((total + UNIT - 1) / UNIT * UNIT * width);
     at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-      int32_t slots[TASK_ROWS], positions[TASK_ROWS];
+      int32_t slots[MAX_TASK_ROWS], positions[MAX_TASK_ROWS];
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t first = i * TASK_ROWS, count = std::min(TASK_ROWS, (total - first + UNIT - 1) / UNIT * UNIT);
+        const int64_t first = i * task_rows, count = std::min(task_rows, (total - first + UNIT - 1) / UNIT * UNIT);
         for (int64_t t = 0; t < count; ++t) {
           const auto [b, offset] = std::lldiv(std::min(first + t, total - 1), size);
           slots[t] = int32_t(blocks[b].number * size + offset), positions[t] = int32_t(blocks[b].position + offset);

@@ -36,8 +36,12 @@ inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const L
     for (int64_t i = from * H; i < to * H; ++i) angles.rotate(position_of[i / H], queries + i * D, rotated_q + i * D);
   });
 
-  // Sequences whose rows are computed in advance.
-  const auto in_advance = [&](int64_t s) { return prompts[s] || is_prompt(view, s, H); };
+  // Sequences whose rows are computed in advance: those with many query tokens, and all if a step has so few chunks that
+  // threads would be idle.
+  int64_t chunks = 0;
+  for (int64_t s = 0; s < view.sequences(); ++s) chunks += view.chunks(s, 0, view.queries(s)).second;
+  const bool few_chunks = chunks < at::get_num_threads() && !view.is_tree() && !angles.text_positions;
+  const auto in_advance = [&](int64_t s) { return prompts[s] || few_chunks || is_prompt(view, s, H); };
   bool none_in_advance = true;
   for (int64_t s = 0; s < view.sequences(); ++s) none_in_advance &= !in_advance(s);
   if (angles.text_positions && none_in_advance && decompressed_keys && view.block_size == 1)
@@ -64,12 +68,14 @@ inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const L
     }
     Attention attention{part_q, H, G, D, R, {D, 0, keys.latent_offset()}, Rows(nullptr, keys.width()), part_view, float(scale)};
     Scratch part_scratch;
-    const BlockRows computed(part_scratch, part_view, keys.width(), [&](int64_t s) { return is_prompt(part_view, s, H); },
+    const auto is_computed = [&](int64_t s) { return few_chunks || is_prompt(part_view, s, H); };
+    const BlockRows computed(part_scratch, part_view, keys.width(), is_computed,
                              [&](const int32_t* slots, const int32_t* positions, int64_t count, bf16* to) {
                                cache.compute(slots, positions, count, to);
                              });
-    attention.decoded = computed.rows, attention.decoded_view = computed.view;
-    attention.source = [&]() -> std::unique_ptr<RowSource> {
+    if (few_chunks) attention.rows = *computed.rows, attention.view = computed.view;
+    else attention.decoded = computed.rows, attention.decoded_view = computed.view;
+    if (!few_chunks) attention.source = [&]() -> std::unique_ptr<RowSource> {
       if (decompressed_keys) return std::make_unique<DecompressedKeyRows>(cache, *decompressed_keys);
       return std::make_unique<LatentRows>(cache);
     };

@@ -18,17 +18,17 @@ inline int64_t round_to_lines(int64_t numbers) { return (numbers + LINE - 1) / L
 // cache sets.
 inline int64_t odd_lines(int64_t numbers) { return ((numbers + LINE - 1) / LINE | 1) * LINE; }
 
-// A token's result depends on its own latent alone. Coded latents are integers: without tiles they are multiplied as pairs of
-// 16 bits, twice as many per instruction as fp32, with weights that are rounded less than bf16's.
+// A token's result depends on its own latent alone.
 //
 // Limit: 2 K G (D + V) FLOPs per token. The weights (2 K G (D + V) bytes) stay in a core's cache.
 class UpProjection {
  public:
   UpProjection(const LatentWeights& weights, int64_t R)
       : R(R), K(2 * weights.w_up.size(1)), G(weights.b_v_GV.size(0)), D(weights.b_k.numel() / G), V(weights.b_v_GV.size(1)),
-        W((V + 15) / 16 * 16), weights_(weights.w_up.const_data_ptr<bf16>()),
-        codes_(weights.codes ? weights.codes->const_data_ptr<int16_t>() : nullptr),
-        code_scales_(codes_ ? weights.code_scales->const_data_ptr<float>() : nullptr) {
+        W((V + 15) / 16 * 16), weights_(weights.w_up.const_data_ptr<bf16>()) {
+#ifdef __AVX512VNNI__
+    if (weights.codes) codes_.emplace(*weights.codes);
+#endif
     TORCH_CHECK(K % LINE == 0 && K >= R, "w_up has ", K, " inputs, not ", R, " rounded up to a multiple of ", LINE);
     TORCH_CHECK(weights.w_up.size(0) == key_blocks() + G * W / 16, "w_up has ", weights.w_up.size(0), " blocks of outputs");
   }
@@ -39,6 +39,9 @@ class UpProjection {
   // [t, t + UNIT) and KV heads [g, g + heads), side by side in y.
   template <typename Finish>
   void keys(const bf16* x, int64_t stride, int64_t count, Finish finish) const {
+#ifdef __AVX512VNNI__
+    if (codes_) return keys_of_codes(x, stride, count, finish);
+#endif
     // With tiles head by head, so that a head's weights stay in the cache for all rows. Heads that do not fill blocks of 16
     // outputs run together.
     const int64_t heads = TILES && D % 16 == 0 ? 1 : G;
@@ -87,15 +90,34 @@ class UpProjection {
     const int64_t y_stride = blocks * 16;
     auto* y = scratch.get<float>(UNIT * y_stride);
     for (int64_t t = 0; t < count; t += UNIT) {
-      if (codes_) code_product(x + t * stride, stride, first, blocks, y);
-      else bf16_product(x + t * stride, stride, first, blocks, y);
+      product_of_unit(x + t * stride, stride, first, blocks, y);
       finish(t, y, y_stride);
     }
 #endif
   }
 
-  // Multiply a unit by the weights of some blocks, without tiles: y [UNIT, 16 blocks].
-  void bf16_product(const bf16* x, int64_t stride, int64_t first, int64_t blocks, float* y) const {
+#ifdef __AVX512VNNI__
+  template <typename Finish>
+  void keys_of_codes(const bf16* x, int64_t stride, int64_t count, Finish finish) const {
+    const int64_t heads = D % 16 == 0 ? 1 : G, blocks = (heads * D + 15) / 16, row_bytes = codes_->bytes_per_latent();
+    Scratch scratch;
+    auto* bytes = scratch.get<uint8_t>(count * row_bytes);
+    auto* y = scratch.get<float>(UNIT * blocks * 16);
+#ifdef __AMX_TILE__
+    configure_tiles(16, 16);
+#endif
+    for (int64_t t = 0; t < count; t += UNIT) codes_->to_bytes(x + t * stride, stride, bytes + t * row_bytes);
+    // Head by head, so that a head's weights stay in the cache for all rows.
+    for (int64_t g = 0; g < G; g += heads)
+      for (int64_t t = 0; t < count; t += UNIT) {
+        (*codes_)(bytes + t * row_bytes, g * D / 16, blocks, y, blocks * 16);
+        finish(t, y, blocks * 16, g, heads);
+      }
+  }
+#endif
+
+  // Multiplies a unit by the weights of some blocks, without tiles: y [UNIT, 16 blocks].
+  void product_of_unit(const bf16* x, int64_t stride, int64_t first, int64_t blocks, float* y) const {
     const bf16* w = weights_ + first * 16 * K;
 #ifdef __AVX512BF16__
     if (pairs_are_fast()) return product<false>(w, blocks, x, UNIT, stride, K, y, blocks * 16);
@@ -106,18 +128,9 @@ class UpProjection {
       for (int64_t k = 0; k < K; k += 16) store(floats + r * K + k, widen(x + r * stride + k, 16));
     product<false>(w, blocks, floats, UNIT, K, K, y, blocks * 16);
   }
-  void code_product(const bf16* x, int64_t stride, int64_t first, int64_t blocks, float* y) const {
-    Scratch scratch;
-    auto* integers = scratch.get<int16_t>(UNIT * K);
-    for (int64_t r = 0; r < UNIT; ++r)
-      for (int64_t k = 0; k < K; k += 16) store(integers + r * K + k, widen(x + r * stride + k, 16));
-    product<false>(codes_ + first * 16 * K, blocks, integers, UNIT, K, K, y, blocks * 16);
-    const float* scale = code_scales_ + first * 16;
-    for (float* row = y; row < y + UNIT * blocks * 16; row += blocks * 16)
-      for (int64_t m = 0; m < blocks * 16; m += 16) store(row + m, load(row + m) * load(scale + m));
-  }
 
   const bf16* weights_;
-  const int16_t* codes_;
-  const float* code_scales_;
+#ifdef __AVX512VNNI__
+  std::optional<CodeProduct> codes_;
+#endif
 };

@@ -2,6 +2,7 @@
 //
 // Legend: N rows, K input width, M output width.
 #pragma once
+#include "linear/elementwise.h"
 #include "linear/product.h"
 #include "linear/sink.h"
 #ifdef __AMX_TILE__
@@ -33,9 +34,11 @@ void linear_by_vectors(const X* x, const bf16* w, int64_t N, int64_t K, int64_t 
 }
 
 // x [N, K] times weights packed [M / 16, K / 2, 16, 2], plus a bias and a residual: y [N, M] in bf16, or in fp32 if
-// `fp32_out`.
-at::Tensor linear(const at::Tensor& x_NK, const at::Tensor& w_packed, int64_t M,
-                  const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& residual_NM, bool fp32_out) {
+// `fp32_out`. With `norm_K`, x is normed first (rms_norm): a call takes as long as a small product.
+at::Tensor linear(const at::Tensor& input_NK, const at::Tensor& w_packed, int64_t M,
+                  const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& residual_NM, bool fp32_out,
+                  const std::optional<at::Tensor>& norm_K, double eps) {
+  const at::Tensor x_NK = norm_K ? rms_norm(input_NK, *norm_K, eps) : input_NK;
   const int64_t N = x_NK.size(0), K = x_NK.size(1), blocks = w_packed.size(0);
   const bf16* w = w_packed.const_data_ptr<bf16>();
   const Sink sink(x_NK, M, bias_M, residual_NM, fp32_out);
@@ -54,4 +57,12 @@ at::Tensor linear(const at::Tensor& x_NK, const at::Tensor& w_packed, int64_t M,
   linear_by_vectors(x.const_data_ptr<float>(), w, N, K, blocks, sink);
 #endif
   return sink.out();
+}
+
+// A gated MLP plus a residual: down(silu(gate) * up) for rows [gate, up] of the product of x, normed or not, and `gate_up`.
+at::Tensor gated_mlp(const at::Tensor& x_NC, const at::Tensor& gate_up, const std::optional<at::Tensor>& gate_up_bias,
+                     const at::Tensor& down, const std::optional<at::Tensor>& down_bias, const at::Tensor& residual_NC,
+                     int64_t intermediate, const std::optional<at::Tensor>& norm_C, double eps) {
+  const at::Tensor rows = linear(x_NC, gate_up, 2 * intermediate, gate_up_bias, std::nullopt, false, norm_C, eps);
+  return linear(silu_mul(rows), down, residual_NC.size(1), down_bias, residual_NC, false, std::nullopt, 0);
 }
