@@ -51,7 +51,7 @@ from mlaforge.runtime import log
 # Ending of the peers that read a selection of 1,024 tokens.
 SPARSE = ", sparse"
 CODED = ("latent, 4 bits", "latent, 3 bits", f"latent, 4 bits{SPARSE}")
-SPARSE_INT8, BASE_CODED = f"original{SPARSE}, int8 rows", "base, 4 bits"
+SPARSE_INT8, BASE_CODED = f"original, int8 rows{SPARSE}", "base, 4 bits"
 HERE = Path(__file__).parent
 SCRATCH = HERE / ".scratch"
 # Least ratios (peer's time over that of a row's own): to the base's original by form and case, with AMX, ...

@@ -73,12 +73,15 @@ inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const L
                              [&](const int32_t* slots, const int32_t* positions, int64_t count, bf16* to) {
                                cache.compute(slots, positions, count, to);
                              });
-    if (few_chunks) attention.rows = *computed.rows, attention.view = computed.view;
-    else attention.decoded = computed.rows, attention.decoded_view = computed.view;
-    if (!few_chunks) attention.source = [&]() -> std::unique_ptr<RowSource> {
-      if (decompressed_keys) return std::make_unique<DecompressedKeyRows>(cache, *decompressed_keys);
-      return std::make_unique<LatentRows>(cache);
-    };
+    if (few_chunks) {
+      attention.rows = *computed.rows, attention.view = computed.view;
+    } else {
+      attention.decoded = computed.rows, attention.decoded_view = computed.view;
+      attention.source = [&]() -> std::unique_ptr<RowSource> {
+        if (decompressed_keys) return std::make_unique<DecompressedKeyRows>(cache, *decompressed_keys);
+        return std::make_unique<LatentRows>(cache);
+      };
+    }
     attend(attention,
            [&](int64_t n, const float* latents, const float* lse) { absorbed_v(latents, lse, part_outs + n * H * V); });
   }

@@ -18,7 +18,7 @@ inline int64_t round_to_lines(int64_t numbers) { return (numbers + LINE - 1) / L
 // cache sets.
 inline int64_t odd_lines(int64_t numbers) { return ((numbers + LINE - 1) / LINE | 1) * LINE; }
 
-// A token's result depends on its own latent alone.
+// A token's result depends on its own latent alone. Keys of coded latents are products of bytes (code_product.h).
 //
 // Limit: 2 K G (D + V) FLOPs per token. The weights (2 K G (D + V) bytes) stay in a core's cache.
 class UpProjection {
