@@ -218,7 +218,7 @@ def rows_of(
         row: dict[str, Any] = {
             "case": case, "peer": name, "ms_per_step": 1e3 * median, "tokens_per_second": batch / median,
             "share": None if least is None else least / median, "prefill_seconds": prefill,
-            "prefill_ratio": fastest and fastest / prefill, "rounds_ms": [1e3 * t for t in decoded[name]],
+            "prefill_ratio": fastest and fastest / prefill, "rounds": len(decoded[name]),
         }  # fmt: skip
         if name.partition(", ")[0] in ("original", "latent", "latent_rope"):
             row["cache_bytes"] = running[name].ask("cache_bytes")
@@ -226,7 +226,8 @@ def rows_of(
             if reference in decoded:
                 mean, spread = ratio(decoded[reference], decoded[name])
                 row[f"to {'transformers' if reference == best else reference}"] = [mean, spread]
-        row["bar"] = LAYOUT_BARS.get((name, case)) or ROUNDED_BARS.get(name, {}).get(case)
+        layout_bars = LAYOUT_BARS if native.form() == "amx" else {}
+        row["bar"] = layout_bars.get((name, case)) or ROUNDED_BARS.get(name, {}).get(case)
         yield row
 
 

@@ -69,7 +69,12 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        machine.write(self.path, self.body)
+        """Write the file; a list of rows takes one line per row."""
+        text = None
+        if isinstance(self.rows, list) and self.rows:
+            rows = ",\n".join(f"  {json.dumps(row)}" for row in self.rows)
+            text = json.dumps({**self.body, "rows": []}, indent=1).replace('"rows": []', f'"rows": [\n{rows}\n ]')
+        machine.write(self.path, self.body, text)
 
 
 def wikitext(data: Path) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from engine import SCRATCH
-from rows import Results, parser, wikitext
+from rows import Results, command, parser, wikitext
 from sparse_speed import FORMS, sparse
 from torch.profiler import ProfilerActivity, profile
 
@@ -77,7 +77,9 @@ def main() -> None:
     SCRATCH.mkdir(exist_ok=True)
     ids = corpus.windows(SourceModel.open(model).tokenizer, wikitext(options.data)[1], 4, 2048).ids.flatten()
     models = dict(entry.split("=", 1) for entry in options.models)
-    results = Results(options.out, {}, kernels=native.form(), threads=options.threads, context=options.context)
+    results = Results(
+        options.out, {}, command=command(), kernels=native.form(), threads=options.threads, context=options.context
+    )
     for form in options.forms:
         directory = models.get(form) or sparse(model, form, options.topk, options.context + 192)
         row = profiled(Path(directory), ids[: options.context].tolist(), options.topk, options.tokens)

@@ -67,11 +67,11 @@ def header(kind: str, device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(path: Path, body: dict[str, Any]) -> None:
-    """Write `body` as JSON atomically: readers never see a partial file."""
+def write(path: Path, body: dict[str, Any], text: str | None = None) -> None:
+    """Write `body` as JSON, formatted as `text` if given, atomically: readers never see a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    partial.write_text((text or json.dumps(body, indent=1)) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -122,11 +122,11 @@ def operations(name: str) -> Any:
     return getattr(torch.ops, f"mlaforge_{name}")
 
 
-def pack(weight_MK: Tensor, step: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Pack a weight [M, K] for `linear`: [M / 16, K / 2, 16, 2] in `dtype`, of 16 bits, outputs zero-padded; K must be
-    even. With `step` 32, as for `latent`, inputs are padded too, to a multiple of it."""
+def pack(weight_MK: Tensor, step: int = 1) -> Tensor:
+    """Pack a weight [M, K] for `linear`: bf16 [M / 16, K / 2, 16, 2], outputs zero-padded; K must be even. With
+    `step` 32, as for `latent`, inputs are padded too, to a multiple of it."""
     M, K = weight_MK.shape
-    padded = torch.nn.functional.pad(weight_MK.to(dtype), (0, -K % step, 0, -M % 16)).contiguous()
+    padded = torch.nn.functional.pad(weight_MK.bfloat16(), (0, -K % step, 0, -M % 16)).contiguous()
     return padded.view(len(padded) // 16, 16, -1, 2).transpose(1, 2).contiguous()
 
 
