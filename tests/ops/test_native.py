@@ -1,6 +1,7 @@
 """Compiled CPU kernels against torch in fp64, and behaviour if they cannot be compiled."""
 
 import importlib
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from mlaforge import runtime
 from mlaforge.ops import native
 from mlaforge.ops.dispatch import MODULES, OPS
+from mlaforge.ops.kernel_library import KernelLibrary
 from mlaforge.ops.native import kernels, pack
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats.int8 import Int8
@@ -122,8 +124,23 @@ def test_without_a_compiler_the_reason_is_logged_and_torch_is_used(monkeypatch, 
     assert "no C++ compiler" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(native.form() is None or native.compiler() is None, reason="no compiler")
+def test_a_form_is_loaded_once_wherever_its_library_is(monkeypatch, tmp_path):
+    """Loading a copy from another folder would abort the process."""
+    assert native.load(native.form()) is None
+    library = KernelLibrary.of(native.form()).find()
+    shutil.copytree(library.parent, tmp_path / "native", ignore=lambda _, names: {*names} - {library.name})
+    for variable, folder in (("MLAFORGE_KERNELS", tmp_path / "native"), ("MLAFORGE_HOME", tmp_path)):
+        kernels.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, str(folder))
+            assert KernelLibrary.of(native.form()).find() == tmp_path / "native" / library.name
+            assert kernels() is not None
+
+
 def test_a_failing_compiler_leaves_nothing_behind(monkeypatch, capsys, tmp_path):
     kernels.cache_clear()
+    monkeypatch.setattr(native, "_loaded", set())
     broken = tmp_path / "broken-g++"
     broken.write_text("#!/bin/sh\necho 'error: out of paper' >&2\nexit 1\n")
     broken.chmod(0o755)

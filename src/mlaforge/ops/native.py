@@ -135,9 +135,17 @@ def unpack(packed: Tensor) -> Tensor:
     return packed.transpose(1, 2).reshape(len(packed) * 16, -1).float()
 
 
+# Forms that this process has loaded. A second library of the same form, from another folder, would register its
+# operations a second time, which aborts the process.
+_loaded: set[str] = set()
+
+
 def load(name: str) -> str | None:
-    """Load a form of the kernels, compiled into the cache if there is no library. Returns the reason if that fails."""
+    """Load a form of the kernels once per process, compiled into the cache if there is no library. Returns the reason
+    if that fails."""
     assert runs(name), f"this processor lacks {name}"
+    if name in _loaded:
+        return None
     library = KernelLibrary.of(name)
     path, ahead = library.find(), runtime.kernels_folder()
     if ahead is not None and (path is None or path.parent != ahead):
@@ -152,4 +160,5 @@ def load(name: str) -> str | None:
         torch.ops.load_library(path)
     except OSError as error:
         return f"{path} cannot be loaded ({error.__cause__ or error}); delete it or compile it again"
+    _loaded.add(name)
     return None
