@@ -64,10 +64,16 @@ def windows(source: SourceModel, data: Path) -> dict[str, Tensor]:
     return windows_by_document
 
 
+def select(model: Any, sparse: bool) -> None:
+    """Make prompt tokens read selections, or all tokens. An original model, which has no index, reads all."""
+    if sparse or hasattr(model.model, "sparsity"):
+        model.model.sparsity.prompts = sparse
+
+
 @torch.no_grad()
 def read(model: Any, ids: Tensor, past: Any, sparse: bool) -> tuple[Tensor, Any]:
     """Return losses in nats of the tokens after the first of `ids`, and the cache. past: cache of earlier tokens."""
-    model.model.sparsity.prompts = sparse
+    select(model, sparse)
     start = past.get_seq_length() if past is not None else 0
     losses = []
     for begin in range(start, len(ids) - 1, CHUNK):

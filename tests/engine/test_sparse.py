@@ -229,6 +229,32 @@ def test_cached_keys_change_no_token(layout, stored, sparse, monkeypatch):
     assert stats.preemptions
 
 
+@pytest.mark.parametrize(("layout", "stored"), [("latent", "auto"), ("latent", "int8"), ("coded", "auto")])
+def test_logits_in_bf16_do_not_depend_on_neighbours_or_drafts(layout, stored, sparse):
+    """To the bit, though keys are rounded for tokens with selections: beside prompts, dense requests and shorter
+    ones."""
+    if not native.is_available():
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    options = {"dtype": "bfloat16", "kv_cache_dtype": stored, "prefix_caching": False}
+    llm = engine(sparse("llama", layout), **options, max_num_seqs=4)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=2, dense=dense)
+        for n, dense in ((30, False), (24, True), (9, False))
+    ]
+    requests = [(prompt, param) for param in params for prompt in PROMPTS]
+
+    def answers(outputs):
+        return [[(x.token_id, x.top) for x in output.outputs[0].logprobs] for output in outputs]
+
+    alone = [answers(llm.generate([prompt], [param]))[0] for prompt, param in requests]
+    assert answers(llm.generate(*map(list, zip(*requests, strict=True)))) == alone
+    texts = [prompt + [token for token, _ in answer] for (prompt, _), answer in zip(requests, alone, strict=True)]
+    drafting = engine(sparse("llama", layout), **options)
+    speculate(drafting.engine, Knowing(texts, 0.9), count=8)
+    assert [answers(drafting.generate([prompt], [param]))[0] for prompt, param in requests] == alone
+    assert drafting.engine.stats().speculation.accepted
+
+
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("layout", ["gqa", "latent", "latent_rope"])
 def test_preemption_changes_nothing(layout, caching, sparse):
@@ -288,7 +314,7 @@ def test_index_and_key_bytes_are_counted(sparse):
         both.append(engine(sparse("llama", "latent"), dtype="bfloat16"))
         kept = both[-1].engine.cache.rows[0].decompressed_keys
         size = both[-1].engine.cache.layers[0].block_bytes(16) - layer.block_bytes(16) + 16 * layer.width * 2
-        assert size == 2 * kept.keys.shape[1] + 16 * 4 + 4
+        assert size == 2 * (kept.keys.shape[1] + 4) + 16 * 4
     for llm in both:
         assert llm.engine.cache.bytes == sum(t.nbytes for t in llm.engine.cache.tensors)
 

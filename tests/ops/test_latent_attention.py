@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mlaforge.ops.decompressed_keys import DecompressedKeys, key_format
 from mlaforge.ops.latent_attention import CodeWeights
 from mlaforge.ops.native import pack
 from mlaforge.ops.paged_attention import paged_attention
@@ -82,8 +83,8 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, prom
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rank"), [(9, 3, 64, 310), (4, 2, 24, 66)])
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, window, compiled):
-    """A token's result in its form, that of prompts or that of generated tokens, is bitwise equal for any chunk, alone
-    or with others of both forms, with any shared blocks."""
+    """A token's result in its form, that of prompts, of generated tokens or of those with selections, whose keys are
+    rounded and cached, is bitwise equal for any chunk, alone or with others of all forms, with any shared blocks."""
     H, G, D, V, R, L = heads, kv_heads, dim, 16, rank, 704
     generator, columns = torch.Generator().manual_seed(1), L // block_size
 
@@ -95,8 +96,9 @@ def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, wi
     norm = (normal(D).bfloat16(), normal(D).bfloat16()) if norms else (None, None)
     w_up = packed_up(normal(G, D, R) / 8, normal(G, V, R))
     biases = normal(G * D).bfloat16(), normal(G, V)
+    keys = DecompressedKeys.empty(8 * L, key_format(G, D))
 
-    def attended(prompts: list[bool], *sequences: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
+    def attended(readings: list[int], *sequences: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
         """Run sequences (text, length, T, blocks shared with the first text); returns the last T tokens of each."""
         table = torch.stack(
             [torch.cat((blocks[0, :shared], blocks[text, shared:])) for text, _, _, shared in sequences]
@@ -114,28 +116,31 @@ def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, wi
         qkv = torch.cat((queries[torch.cat(tokens)], rows[slots]), dim=1)
         out = compiled.latent(
             qkv, angles.cos(), angles.sin(), w_up, *NO_CODES, *biases, *norm, 1e-5, None, rows, None, [0], slots,
-            table, *numbers, block_size, window or 0, prompts, 0.05, None,
+            table, *numbers, block_size, window or 0, readings, 0.05, None, None,
+            keys.keys, keys.metadata,
         )  # fmt: skip
         assert out.isfinite().all()
         return out.split(queried)
 
     @functools.cache
-    def whole(prompt: bool, text: int, shared: int) -> Tensor:
-        return attended([prompt], (text, L, L, shared))[0]
+    def whole(reading: int, text: int, shared: int) -> Tensor:
+        return attended([reading], (text, L, L, shared))[0]
 
-    for prompt, length in itertools.product((True, False), (1, 33, 256, 300, 700)):
-        assert torch.equal(attended([prompt], (0, length, 1, 0))[0], whole(prompt, 0, 0)[length - 1 : length])
+    for reading, length in itertools.product(range(3), (1, 33, 256, 300, 700)):
+        assert torch.equal(attended([reading], (0, length, 1, 0))[0], whole(reading, 0, 0)[length - 1 : length])
+    assert not torch.equal(whole(0, 0, 0), whole(2, 0, 0))
     steps = [
         [(0, 700, 1, 0), (1, 690, 2, 0), (2, 300, 1, 0), (3, 64, 1, 0)],
         [(0, 700, 1, 0), (1, 690, 2, 40), (2, 700, 1, 20), (3, 64, 1, 2), (4, 300, 1, 1), (5, 700, 1, 5)],
         [(0, 640, 40, 0), (1, 700, 1, 70), (2, 690, 30, 30), (3, 650, 30, 9), (4, 300, 100, 2), (5, 300, 3, 0)],
     ]
-    for sequences, kind in itertools.product(steps, ("even", "odd")):
-        prompts = prompt_flags(kind, len(sequences))
-        for (text, length, T, shared), prompt, actual in zip(
-            sequences, prompts, attended(prompts, *sequences), strict=True
+    for sequences, first in itertools.product(steps, range(3)):
+        readings = [(first + s) % 3 for s in range(len(sequences))]
+        for (text, length, T, shared), reading, actual in zip(
+            sequences, readings, attended(readings, *sequences), strict=True
         ):
-            assert torch.equal(actual, whole(prompt, text, shared)[length - T : length])
+            assert torch.equal(actual, whole(reading, text, shared)[length - T : length])
+    assert bool((keys.metadata[: 8 * L] >= 0).any())
 
 
 @PROMPTS

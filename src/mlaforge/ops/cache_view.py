@@ -73,6 +73,13 @@ class CacheView:
         """Whether each sequence's tokens are prompt tokens."""
         return [not generated for generated in self.generating] or [True] * len(self.seq_lens_S)
 
+    @property
+    def readings(self) -> list[int]:
+        """How each sequence's tokens read the cache in the layout `latent`: 0 all rows, 1 as prompt tokens, 2
+        selections (which may be all rows). As `enum class Reading` in ops/cpu/attention/prompt_attention.h."""
+        selecting = self.selecting or (False,) * len(self.seq_lens_S)
+        return [1 if prompt else 2 * chosen for prompt, chosen in zip(self.prompts, selecting, strict=True)]
+
     def step_rows(self, queries: int) -> int:
         """Number of last rows that not every query token of a sequence sees: the step's own rows, or the tree."""
         return queries if self.tree_Tn is None else self.tree_Tn.shape[1]

@@ -14,30 +14,37 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from mlaforge.ops.row_formats.int8 import Int8
+
 # One entry per this many slots of the paged cache.
-TOKENS_PER_KEY = 16
+TOKENS_PER_KEY = 8
 
 
-def decompressed_keys_bytes(slots: int, width: int) -> int:
-    """Bytes for `slots` slots and keys of `width` elements. The OS commits the memory when entries are written."""
-    return 4 * slots + slots // TOKENS_PER_KEY * (2 * width + 4)
+def key_format(kv_heads: int, head_dim: int) -> Int8:
+    """Return the format of an entry."""
+    return Int8((head_dim,) * kv_heads)
+
+
+def decompressed_keys_bytes(slots: int, format: Int8) -> int:
+    """Bytes for `slots` slots. The OS commits the memory when entries are written."""
+    return 4 * slots + slots // TOKENS_PER_KEY * (format.bytes(1) + 4)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecompressedKeys:
-    """keys [E, K] in bf16. metadata, int32, concatenates: the entry of each slot or -1 [L]; the slot of each entry or
-    -1 [E]; the clock hand (the next entry to evict)."""
+    """keys: uint8 [E, bytes of a token's keys]. metadata, int32, concatenates: the entry of each slot or -1 [L]; the
+    slot of each entry or -1 [E]; the clock hand (the next entry to evict)."""
 
     keys: Tensor
     metadata: Tensor
 
     @classmethod
-    def empty(cls, slots: int, width: int) -> DecompressedKeys:
+    def empty(cls, slots: int, format: Int8) -> DecompressedKeys:
         """Return a cache without keys for `slots` slots, on the CPU."""
         count = slots // TOKENS_PER_KEY
         metadata = torch.full((slots + count + 1,), -1, dtype=torch.int32)
         metadata[-1] = 0
-        return cls(torch.empty(count, width, dtype=torch.bfloat16), metadata)
+        return cls(format.empty(count, torch.device("cpu")), metadata)
 
     def invalidate(self, slots: Tensor) -> None:
         """Drop the keys of slots whose rows change."""

@@ -209,10 +209,12 @@ def _rotate(x_NHE: Tensor, rotation_N1P: Tensor) -> Tensor:
     return rotate(x_NHE[:, :, None], rotation_N1P.real, rotation_N1P.imag)[:, :, 0]
 
 
-def _step(weights: LatentWeights, rows: PagedRows, view: CacheView, scale: float) -> tuple[Any, ...]:
+def _step(
+    weights: LatentWeights, rows: PagedRows, view: CacheView, readings: Sequence[int], scale: float
+) -> tuple[Any, ...]:
     """The arguments that both kernels have in common."""
     table = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1, view.block_size)
-    return weights.sinks, *native_rows(rows), view.slots_N, *table, view.window or 0, view.prompts, scale, view.tree_Tn
+    return weights.sinks, *native_rows(rows), view.slots_N, *table, view.window or 0, readings, scale, view.tree_Tn
 
 
 def _latent_native(
@@ -223,8 +225,8 @@ def _latent_native(
     cached_keys = () if keys is None else (keys.keys, keys.metadata)
     codes = (None, None, None, 0) if w.codes is None else w.codes.arguments
     out: Tensor = kernel("latent")(
-        q_kv_NX, cos_LP, sin_LP, w.w_up, *codes, w.b_k, w.b_v, w.q_norm, w.k_norm, w.eps, *_step(w, rows, view, scale),
-        view.positions_SK, *cached_keys,
+        q_kv_NX, cos_LP, sin_LP, w.w_up, *codes, w.b_k, w.b_v, w.q_norm, w.k_norm, w.eps,
+        *_step(w, rows, view, view.readings, scale), view.positions_SK, *cached_keys,
     )  # fmt: skip
     return out
 
@@ -235,7 +237,7 @@ def _latent_rope_native(
     w = weights
     out: Tensor = kernel("latent_rope")(
         q_kv_NX, rotation_N1P, w.rope_index, w.w_uk, w.w_up, w.b_k, w.b_v,
-        *_step(w, rows, view, scale),
+        *_step(w, rows, view, view.prompts, scale),
     )  # fmt: skip
     return out
 

@@ -18,6 +18,7 @@ from mlaforge.ops.dispatch import Op
 from mlaforge.ops.host_view import host_view
 from mlaforge.ops.native import kernel, supports_device, supports_row_format
 from mlaforge.ops.row_formats.format import RowFormat
+from mlaforge.ops.row_formats.int8 import Int8
 from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import KEY_TILE, empty_keys, keys_at
 
@@ -41,15 +42,15 @@ class PagedRows:
     @classmethod
     def empty(
         cls, format: RowFormat, slots: int, dtype: torch.dtype, device: torch.device, unquantized: int = 0,
-        index_width: int = 0, key_width: int = 0,
+        index_width: int = 0, key_format: Int8 | None = None,
     ) -> PagedRows:  # fmt: skip
         """Allocate uninitialised memory for `slots` tokens, and `unquantized` more in unquantized blocks. Elements of
-        an index key: `index_width`; of a token's decompressed keys: `key_width`; 0 for none."""
+        an index key: `index_width`, 0 for none. key_format: of a token's decompressed keys."""
         if isinstance(format, Plain):
             slots, unquantized = slots + unquantized, 0
         rows = torch.empty(unquantized, format.width, dtype=torch.bfloat16, device=device) if unquantized else None
         index_keys = empty_keys(slots, index_width, device) if index_width else None
-        keys = DecompressedKeys.empty(slots + unquantized, key_width) if key_width else None
+        keys = DecompressedKeys.empty(slots + unquantized, key_format) if key_format else None
         return cls(format, format.empty(slots // format.tokens, device), dtype, rows, index_keys, keys)
 
     @property

@@ -19,10 +19,11 @@ from torch import Tensor
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup, Copy
 from mlaforge.families.spec import ModelSpec
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.decompressed_keys import decompressed_keys_bytes
+from mlaforge.ops.decompressed_keys import decompressed_keys_bytes, key_format
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats import row_format, row_format_type
 from mlaforge.ops.row_formats.format import RowFormat
+from mlaforge.ops.row_formats.int8 import Int8
 from mlaforge.ops.row_formats.plain import Plain, dtype_name
 from mlaforge.runtime import UserError, on_device
 
@@ -39,14 +40,14 @@ class LayerCache:
     format       how a row is stored (ops/row_formats/)
     group        number of the layer's cache group
     index_bytes  bytes of the index key that a sparse layer caches too
-    key_width    elements of a decompressed key where those are cached too, for some of the tokens
+    key_format   of a token's decompressed keys where those are cached too, for some of the tokens
     """
 
     kind: str
     format: RowFormat
     group: int
     index_bytes: int = 0
-    key_width: int = 0
+    key_format: Int8 | None = None
 
     @property
     def width(self) -> int:
@@ -54,7 +55,7 @@ class LayerCache:
         return self.format.width
 
     def block_bytes(self, block_size: int) -> int:
-        key_bytes = decompressed_keys_bytes(block_size, self.key_width) if self.key_width else 0
+        key_bytes = decompressed_keys_bytes(block_size, self.key_format) if self.key_format else 0
         return self.format.bytes(block_size) + self.index_bytes * block_size + key_bytes
 
     def unquantized_block_bytes(self, block_size: int) -> int:
@@ -103,10 +104,10 @@ def layer_caches(
                 f"kv_cache_dtype {kv_cache_dtype} keeps unquantized blocks, which sparse attention cannot select from; "
                 "use int8 or bf16"
             )
-        key_width = 0
+        keys = None
         if cache_keys and sparse and kind == "latent" and config.indexer_types[index] != "dense":
-            key_width = layer.num_kv_heads * layer.head_dim
-        layers.append(LayerCache(kind, format, windows.index(layer.window), index_bytes, key_width))
+            keys = key_format(layer.num_kv_heads, layer.head_dim)
+        layers.append(LayerCache(kind, format, windows.index(layer.window), index_bytes, keys))
     return layers, windows
 
 
@@ -229,7 +230,9 @@ class Cache:
             quantized = (group.num_blocks + num_scratch) * block_size
             unquantized = group.num_unquantized * block_size
             self.rows.append(
-                PagedRows.empty(layer.format, quantized, dtype, device, unquantized, layer.index_bytes, layer.key_width)
+                PagedRows.empty(
+                    layer.format, quantized, dtype, device, unquantized, layer.index_bytes, layer.key_format
+                )
             )
 
     @property

@@ -47,14 +47,14 @@ inline at::Tensor latent(const at::Tensor& qkv, const at::Tensor& cos, const at:
                          Optional sinks, const at::Tensor& rows, Optional unquantized, at::IntArrayRef format,
                          const at::Tensor& slots, const at::Tensor& table, const at::Tensor& seq_lens,
                          const at::Tensor& first, const at::Tensor& query_start, int64_t block_size, int64_t window,
-                         at::IntArrayRef prompts, double scale, Optional tree, Optional positions, Optional keys,
+                         at::IntArrayRef readings, double scale, Optional tree, Optional positions, Optional keys,
                          Optional keys_metadata) {
   std::optional<DecompressedKeys> decompressed_keys;
-  if (keys) decompressed_keys.emplace(*keys, *keys_metadata);
+  if (keys) decompressed_keys.emplace(*keys, *keys_metadata, b_v.size(0), 2 * cos.size(1));
   std::optional<CodeWeights> code_weights;
   if (codes) code_weights = {*codes, *code_scales, *code_offsets, wide_steps};
   return ::latent(qkv, {cos, sin, positions}, {w_up, b_k, b_v, sinks, std::nullopt, q_norm, k_norm, eps, code_weights},
-                  {rows, unquantized, format}, slots, {table, seq_lens, first, query_start, block_size, window, tree}, prompts,
+                  {rows, unquantized, format}, slots, {table, seq_lens, first, query_start, block_size, window, tree}, readings,
                   scale, decompressed_keys);
 }
 

@@ -1,17 +1,20 @@
 // Cache of decompressed keys of the `latent` layout, for selections of tokens: consecutive tokens select mostly the same
-// tokens. A key depends only on its token's row and position, so a cached key is bitwise equal to a new one. Writing a row
-// must invalidate its key.
+// tokens. Keys are stored as int8 rows, a scale per KV head. A selection reads rounded keys whether they are cached or new,
+// and a key depends only on its token's row and position, so results do not depend on what is cached. Writing a row must
+// invalidate its key.
 //
-// Legend: L slots of the paged cache, E entries.
+// Legend: L slots of the paged cache, E entries, G KV heads, D key dimensions.
 #pragma once
-#include "attention/latent_rows.h"
+#include "attention/latent_keys.h"
+#include "attention/prompt_attention.h"
 
 class DecompressedKeys {
  public:
-  // keys [E, G D]; metadata: see ops/decompressed_keys.py.
-  DecompressedKeys(const at::Tensor& keys, const at::Tensor& metadata)
-      : keys_(keys.mutable_data_ptr<bf16>()), E_(keys.size(0)), GD_(keys.size(1)),
+  // keys [E, bytes]; metadata: see ops/decompressed_keys.py.
+  DecompressedKeys(const at::Tensor& keys, const at::Tensor& metadata, int64_t G, int64_t D)
+      : keys_(keys.mutable_data_ptr<uint8_t>()), E_(keys.size(0)), rounded_(std::vector<int64_t>(G, D)),
         entries_(metadata.mutable_data_ptr<int32_t>()), owners_(entries_ + metadata.numel() - E_ - 1), hand_(owners_ + E_) {
+    TORCH_CHECK(keys.size(1) == rounded_.unit_bytes(), "keys have ", keys.size(1), " bytes, not ", rounded_.unit_bytes());
     TORCH_CHECK(keys.is_contiguous() && metadata.is_contiguous(), "decompressed keys are not contiguous");
     TORCH_CHECK(metadata.numel() > E_ + 1, "metadata of ", metadata.numel(), " numbers has no slots for ", E_, " keys");
   }
@@ -24,103 +27,74 @@ class DecompressedKeys {
     }
   }
 
-  // The keys at a slot; nullptr if they are not cached.
-  const bf16* find(int32_t slot) const { return entries_[slot] < 0 ? nullptr : keys_ + entries_[slot] * GD_; }
+  bool has(int32_t slot) const { return entries_[slot] >= 0; }
+  // Reads the keys at a slot, which are cached.
+  void read(int32_t slot, bf16* to) const { rounded_.read(keys_, &entries_[slot], 1, 0, rounded_.width, to, 0); }
+  void prefetch(int32_t slot) const {
+    if (has(slot)) prefetch_bytes(keys_ + entries_[slot] * rounded_.unit_bytes(), rounded_.unit_bytes());
+  }
+  // Rounds a token's keys as if they were cached.
+  void round(const bf16* keys, bf16* to) const {
+    static thread_local std::vector<uint8_t> bytes;
+    bytes.resize(rounded_.unit_bytes());
+    rounded_.write(keys, bytes.data());
+    const int32_t first = 0;
+    rounded_.read(bytes.data(), &first, 1, 0, rounded_.width, to, 0);
+  }
 
-  // Decompresses the keys that `view` reads, a selection, and the cache lacks, as many as it has entries for.
+  // Decompresses the keys that `view` reads and the cache lacks, as many as it has entries for. Nodes of a tree are not at
+  // their final positions, so their keys are not cached.
   void decompress_missing(const View& view, const LatentKeys& keys, const Rows& cached) const {
-    const int64_t S = view.sequences();
-    std::vector<bool> is_read(E_);  // entries that this step reads
-    for (int64_t s = 0; s < S; ++s)
-      for (int32_t slot : view.blocks(s))
-        if (entries_[slot] >= 0) is_read[entries_[slot]] = true;
-    int64_t available = E_ - std::count(is_read.begin(), is_read.end(), true);
     struct Missing { int32_t slot, position; };
+    const int64_t S = view.sequences(), size = view.block_size;
+    std::vector<uint8_t> is_read(E_);  // entries that this step reads
+    std::vector<std::vector<Missing>> missing_of(S);
+    at::parallel_for(0, S, 1, [&](int64_t begin, int64_t until) {
+      for (int64_t s = begin; s < until; ++s) {
+        const int64_t end = std::min(view.length(s), view.tree_begin(s));
+        int64_t position = view.first(s);
+        for (int32_t block : view.blocks(s))
+          for (int64_t slot = block * size; slot < (block + 1) * size && position < end; ++slot, ++position) {
+            if (entries_[slot] < 0) missing_of[s].push_back({int32_t(slot), int32_t(position)});
+            else std::atomic_ref(is_read[entries_[slot]]).store(1, std::memory_order_relaxed);
+          }
+      }
+    });
+    int64_t available = E_ - std::count(is_read.begin(), is_read.end(), 1);
     std::vector<Missing> missing;
-    for (int64_t s = 0; s < S; ++s) {
-      int32_t position = int32_t(view.first(s)) - 1;
-      for (int32_t slot : view.blocks(s)) {
-        ++position;
-        if (entries_[slot] >= 0 || !available) continue;
+    for (const std::vector<Missing>& of_sequence : missing_of)
+      for (const Missing& row : of_sequence) {
+        // Sequences may share a row.
+        if (entries_[row.slot] >= 0 || !available) continue;
         --available;
         // Clock eviction, except of entries that this step reads.
         while (is_read[*hand_]) *hand_ = (*hand_ + 1) % E_;
         if (owners_[*hand_] >= 0) entries_[owners_[*hand_]] = -1;
-        owners_[*hand_] = slot, is_read[*hand_] = true, entries_[slot] = *hand_;
-        missing.push_back({slot, position});
-        cached.prefetch(&slot, 1, {0, keys.up.R});
+        owners_[*hand_] = row.slot, is_read[*hand_] = 1, entries_[row.slot] = *hand_;
+        missing.push_back(row);
+        cached.prefetch(&row.slot, 1, {0, keys.up.R});
       }
-    }
     const CachedLatents latents{keys.up, cached};
     const int64_t stride = latents.width(), count = missing.size();
     at::parallel_for(0, (count + UNIT - 1) / UNIT, 1, [&](int64_t begin, int64_t end) {
       Scratch scratch;
-      bf16 *loaded = scratch.get<bf16>(UNIT * stride), *unit_keys = scratch.get<bf16>(UNIT * GD_);
+      bf16 *loaded = scratch.get<bf16>(UNIT * stride), *unit_keys = scratch.get<bf16>(UNIT * rounded_.width);
       for (int64_t unit = begin; unit < end; ++unit) {
         const Missing* batch = missing.data() + unit * UNIT;
         const int64_t batch_size = std::min(UNIT, count - unit * UNIT);
         int32_t slots[UNIT], positions[UNIT] = {};
         for (int64_t i = 0; i < batch_size; ++i) slots[i] = batch[i].slot, positions[i] = batch[i].position;
         latents.load(slots, batch_size, loaded, stride);
-        keys.decompress(loaded, stride, positions, UNIT, unit_keys, GD_);
-        for (int64_t i = 0; i < batch_size; ++i) std::copy_n(unit_keys + i * GD_, GD_, keys_ + entries_[slots[i]] * GD_);
+        keys.decompress(loaded, stride, positions, UNIT, unit_keys, rounded_.width);
+        for (int64_t i = 0; i < batch_size; ++i)
+          rounded_.write(unit_keys + i * rounded_.width, keys_ + entries_[slots[i]] * rounded_.unit_bytes());
       }
     });
   }
 
  private:
-  bf16* keys_;
-  const int64_t E_, GD_;
+  uint8_t* keys_;
+  const int64_t E_;
+  const Int8Rows rounded_;
   int32_t *entries_, *owners_, *hand_;
-};
-
-// Rows of a chunk, with keys from the cache.
-class DecompressedKeyRows : public RowSource {
- public:
-  DecompressedKeyRows(const LatentCache& cache, const DecompressedKeys& decompressed_keys)
-      : cache_(cache), decompressed_keys_(decompressed_keys), rows_(scratch_.get<bf16>(CHUNK * cache.keys.width())) {}
-
-  void stage(int64_t position, const int32_t* slots, int64_t count, const bf16** row) override {
-    const int64_t width = cache_.keys.width();
-    bf16* rows = rows_ + position % CHUNK * width;
-    for (int64_t t = 0, end; t < count; t = end) {
-      end = std::min(count, t + STRETCH);
-      for (int64_t i = end; i < std::min(count, end + STRETCH); ++i) prefetch(slots[i]);
-      cache_.load_latents(slots + t, end - t, rows + t * width);
-    }
-    int64_t missing[UNIT], count_missing = 0;
-    for (int64_t t = 0; t < count; ++t) {
-      row[t] = rows + t * width;
-      if (const bf16* key = decompressed_keys_.find(slots[t])) std::copy_n(key, cache_.keys.GD, rows + t * width);
-      else missing[count_missing++] = t;
-      if (count_missing == UNIT || (count_missing && t + 1 == count))
-        decompress(position, missing, std::exchange(count_missing, 0), rows);
-    }
-  }
-
-  void prefetch(int32_t slot) override {
-    if (const bf16* key = decompressed_keys_.find(slot)) prefetch_bytes(key, 2 * cache_.keys.GD);
-    cache_.cached.prefetch(&slot, 1, {0, cache_.keys.up.R});
-  }
-
- private:
-  // Computes the keys of rows [keys, c] that the cache lacks, at most UNIT; `position`: of row 0.
-  void decompress(int64_t position, const int64_t* missing, int64_t count, bf16* rows) {
-    const LatentKeys& keys = cache_.keys;
-    const int64_t width = keys.width(), stride = odd_lines(keys.up.K);
-    Scratch scratch;
-    bf16 *latents = scratch.get<bf16>(UNIT * stride), *unit_keys = scratch.get<bf16>(UNIT * keys.GD);
-    int32_t positions[UNIT] = {};
-    for (int64_t i = 0; i < count; ++i) {
-      std::copy_n(rows + missing[i] * width + keys.latent_offset(), keys.up.K, latents + i * stride);
-      positions[i] = int32_t(position + missing[i]);
-    }
-    keys.decompress(latents, stride, positions, UNIT, unit_keys, keys.GD);
-    for (int64_t i = 0; i < count; ++i) std::copy_n(unit_keys + i * keys.GD, keys.GD, rows + missing[i] * width);
-  }
-
-  const LatentCache& cache_;
-  const DecompressedKeys& decompressed_keys_;
-  Scratch scratch_;
-  bf16* const rows_;
 };

@@ -2,19 +2,20 @@
 #pragma once
 #include "attention/absorbed_v.h"
 #include "attention/decode.h"
-#include "attention/decompressed_keys.h"
+#include "attention/latent_rows.h"
 #include "linear/elementwise.h"
 
 // One layer in the layout `latent` (modeling/latent_attention_mla.py), from the fused input projection to the input of
-// o_proj. Takes rows [q (H D), c (R)] and writes c to its slot. Sequences with a nonzero `prompts` are parts of prompts
-// (prompt_attention.h). For others, the keys of all visible cached rows are decompressed, normed and rotated when they are
+// o_proj. Takes rows [q (H D), c (R)] and writes c to its slot. `readings` has a Reading per sequence: parts of prompts are
+// computed as in prompt_attention.h. For others, the keys of all visible cached rows are decompressed, normed and rotated when they are
 // read (latent_rows.h), heads attend over c, and the result is multiplied by W_uv. Returns [N, H V].
 //
 // Limit: 2 R bytes and 2 R G D FLOPs per cached token, once for all query tokens of a sequence and all sequences of a step
-// that share it (R rounded up to tiles of 32), and 2 H (D + R) FLOPs per query token that sees it. For a selection
-// (angles.text_positions) only keys that are not cached are decompressed (decompressed_keys.h).
+// that share it (R rounded up to tiles of 32), and 2 H (D + R) FLOPs per query token that sees it. Tokens that read
+// selections use rounded keys, of which only those that are not cached are decompressed (decompressed_keys.h), also while
+// the text is short enough to be read as a whole.
 inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const LatentWeights& weights, const Rows& rows,
-                         const at::Tensor& slots_N, const View& view, at::IntArrayRef prompts, double scale,
+                         const at::Tensor& slots_N, const View& view, at::IntArrayRef readings, double scale,
                          std::optional<DecompressedKeys> decompressed_keys) {
   const at::Tensor qkv = qkv_NX.contiguous();
   const int64_t N = qkv.size(0), X = qkv.size(1), R = rows.width, D = 2 * angles.pairs;
@@ -41,23 +42,20 @@ inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const L
   int64_t chunks = 0;
   for (int64_t s = 0; s < view.sequences(); ++s) chunks += view.chunks(s, 0, view.queries(s)).second;
   const bool few_chunks = chunks < at::get_num_threads() && !view.is_tree() && !angles.text_positions;
-  const auto in_advance = [&](int64_t s) { return prompts[s] || few_chunks || is_prompt(view, s, H); };
-  bool none_in_advance = true;
-  for (int64_t s = 0; s < view.sequences(); ++s) none_in_advance &= !in_advance(s);
-  if (angles.text_positions && none_in_advance && decompressed_keys && view.block_size == 1)
-    decompressed_keys->decompress_missing(view, keys, rows);
-  else
-    decompressed_keys.reset();
+  const auto reading = [&](int64_t s) {
+    const auto reading = Reading(readings[s]);
+    return reading == Reading::SELECTION && !decompressed_keys ? Reading::ALL : reading;
+  };
+  const auto in_advance = [&](int64_t s) { return reading(s) == Reading::PROMPT || few_chunks || is_prompt(view, s, H); };
 
   at::Tensor out = at::empty({N, H * V}, qkv.options());
   bf16* outs = out.mutable_data_ptr<bf16>();
   const AbsorbedV absorbed_v(weights, J, R);
-  const LatentCache cache{keys, rows};
-  for (const StepPart& part : step_parts(view, prompts, in_advance)) {
+  for (const StepPart& part : step_parts(view, reading, in_advance)) {
     const View part_view = view.part(part.begin, part.end);
     const float* part_q = rotated_q + view.query(part.begin) * H * D;
     bf16* part_outs = outs + view.query(part.begin) * H * V;
-    if (part.prompts) {
+    if (part.reading == Reading::PROMPT) {
       attend_prompts(
           part_q, H, D, {keys.up, rows}, part_view, float(scale),
           [&](auto... arguments) { keys.decompress(arguments...); },
@@ -66,6 +64,9 @@ inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const L
           });
       continue;
     }
+    const bool rounded = part.reading == Reading::SELECTION;
+    if (rounded) decompressed_keys->decompress_missing(part_view, keys, rows);
+    const LatentCache cache{keys, rows, rounded ? &*decompressed_keys : nullptr};
     Attention attention{part_q, H, G, D, R, {D, 0, keys.latent_offset()}, Rows(nullptr, keys.width()), part_view, float(scale)};
     Scratch part_scratch;
     const auto is_computed = [&](int64_t s) { return few_chunks || is_prompt(part_view, s, H); };
@@ -78,7 +79,7 @@ inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const L
     } else {
       attention.decoded = computed.rows, attention.decoded_view = computed.view;
       attention.source = [&]() -> std::unique_ptr<RowSource> {
-        if (decompressed_keys) return std::make_unique<DecompressedKeyRows>(cache, *decompressed_keys);
+        if (rounded) return std::make_unique<RoundedKeyRows>(cache);
         return std::make_unique<LatentRows>(cache);
       };
     }

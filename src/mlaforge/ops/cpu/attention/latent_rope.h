@@ -24,7 +24,9 @@ inline at::Tensor latent_rope(const at::Tensor& qkv_NX, const at::Tensor& rotati
   const UpProjection up(weights, R);
   const AbsorbedV absorbed_v(weights, J, R);
   const float* sinks = absorbed_v.outputs.sinks;
-  const std::vector<StepPart> parts = step_parts(view, prompts, [&](int64_t s) { return prompts[s] != 0; });
+  const std::vector<StepPart> parts =
+      step_parts(view, [&](int64_t s) { return prompts[s] ? Reading::PROMPT : Reading::ALL; },
+                 [&](int64_t s) { return prompts[s] != 0; });
 
   Scratch scratch;
   // Queries of a part are contiguous, [tokens, H, K] of prompts and [tokens, H, W] of others.
@@ -39,7 +41,7 @@ inline at::Tensor latent_rope(const at::Tensor& qkv_NX, const at::Tensor& rotati
     for (int64_t n = from; n < to; ++n) {
       const bf16* x = xs + n * X;
       const auto* rotation = rotations + n * angles;
-      const bool prompt = part_of[n]->prompts;
+      const bool prompt = part_of[n]->reading == Reading::PROMPT;
       const int64_t base = view.query(part_of[n]->begin), width = prompt ? K : W;
       float* token_q = q + base * q_stride + (n - base) * H * width;
       for (int64_t i = 0; i < H * K; ++i) projected_q[i] = x[i];
@@ -84,7 +86,7 @@ inline at::Tensor latent_rope(const at::Tensor& qkv_NX, const at::Tensor& rotati
     const int64_t base = view.query(part.begin);
     const View part_view = view.part(part.begin, part.end);
     const float* part_q = q + base * q_stride;
-    if (part.prompts)
+    if (part.reading == Reading::PROMPT)
       attend_prompts(part_q, H, K, {up, rows}, part_view, float(scale), keys,
                      [&](int64_t n, const float* values, const float* lse) {
                        for (int64_t h = 0; h < H; ++h) absorbed_v.outputs(h, values + h * V, lse, outs + (base + n) * H * V);

@@ -13,19 +13,24 @@
 // Rows that are decompressed at a time, unless one sequence has more.
 constexpr int64_t MAX_BLOCK_ROWS = 4096;
 
-// Consecutive sequences of a step that are computed together: either prompts or others.
+// How a sequence's rows are read, as numbered by CacheView.readings: all by generated tokens, by prompt tokens, or by
+// generated tokens of which each has a selection.
+enum class Reading { ALL, PROMPT, SELECTION };
+
+// Consecutive sequences of a step that are computed together.
 struct StepPart {
   int64_t begin, end;
-  bool prompts;
+  Reading reading;
 };
 
-// Splits a step into parts with at most MAX_BLOCK_ROWS distinct rows of sequences for which `in_advance(s)` is true.
-template <typename InAdvance>
-std::vector<StepPart> step_parts(const View& view, at::IntArrayRef prompts, InAdvance in_advance) {
+// Splits a step into parts of the same `reading(s)` and with at most MAX_BLOCK_ROWS distinct rows of sequences for which
+// `in_advance(s)` is true.
+template <typename ReadingOf, typename InAdvance>
+std::vector<StepPart> step_parts(const View& view, ReadingOf reading, InAdvance in_advance) {
   std::vector<StepPart> parts;
   for (int64_t s = 0, end; s < view.sequences(); s = end) {
     std::set<int32_t> blocks;
-    for (end = s; end < view.sequences() && prompts[end] == prompts[s]; ++end) {
+    for (end = s; end < view.sequences() && reading(end) == reading(s); ++end) {
       std::vector<int32_t> added;
       if (in_advance(end))
         for (int32_t block : view.blocks(end))
@@ -33,7 +38,7 @@ std::vector<StepPart> step_parts(const View& view, at::IntArrayRef prompts, InAd
       if (end > s && int64_t(blocks.size() + added.size()) * view.block_size > MAX_BLOCK_ROWS) break;
       blocks.insert(added.begin(), added.end());
     }
-    parts.push_back({s, end, prompts[s] != 0});
+    parts.push_back({s, end, reading(s)});
   }
   return parts;
 }

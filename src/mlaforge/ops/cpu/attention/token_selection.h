@@ -7,6 +7,7 @@
 #include "attention/view.h"
 #include "linear/product.h"
 #include "simd/scratch.h"
+#include "simd/tasks.h"
 
 constexpr int64_t KEY_TILE = 16;  // tokens whose index keys are stored together
 constexpr int64_t TASK_TOKENS = 1024;  // cached tokens per task
@@ -190,84 +191,80 @@ inline std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, 
         pairs.rotate(n, u);
       }
     });
-    at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        const auto [i, first] = tasks[task];
-        const Scoring& scoring = scorings[i];
-        const int64_t last = std::min(scoring.padded, first + TASK_TOKENS), at = first / TASK_TOKENS * H;
-        const int32_t* blocks = view.blocks(scoring.s).data();
-        // Tiles with nodes of a tree are copied: those of the path lie apart.
-        const int64_t copied_from = std::clamp<int64_t>(view.tree_begin(scoring.s) / KEY_TILE * KEY_TILE, first, last);
-        Scratch scratch;
-        auto* path = scratch.filled<int8_t>((last - copied_from) * I, 0);
-        for (int64_t t = copied_from; t < last; ++t) {
-          const int64_t slot = visible_slot(scoring.s, t);
-          const int8_t* key = from + slot / KEY_TILE * KEY_TILE * I + slot % KEY_TILE;
-          int8_t* copy = path + (t - copied_from) / KEY_TILE * KEY_TILE * I + t % KEY_TILE;
-          for (int64_t i = 0; i < I; ++i) copy[i * KEY_TILE] = key[i * KEY_TILE];
-        }
-        run_in_batches<SCORED_HEADS>(H, [&](int64_t h, auto heads) {
-          constexpr int N = heads;
-          Floats maxima[N];
-          for (Floats& logits_max : maxima) logits_max = splat(-INF);
-          for (int64_t t = first; t < last; t += KEY_TILE) {
-            const int8_t* key = t < copied_from ? from + (blocks[t / block_size] * block_size + t % block_size) * I
-                                                : path + (t - copied_from) * I;
-            // Tiles lie in blocks anywhere in memory, so that the processor does not foresee them.
-            if (const int64_t next = t + 8 * KEY_TILE; h == 0 && next < copied_from)
-              prefetch_bytes(from + (blocks[next / block_size] * block_size + next % block_size) * I, I * KEY_TILE);
-            Floats sums[N];
-#pragma GCC unroll 12
-            for (int n = 0; n < N; ++n) sums[n] = splat(0.0f);
-            const float* u = scoring.queries + h * I;
-            for (int64_t i = 0; i < I; ++i) {
-              const Floats y = widen(key + i * KEY_TILE);
-#pragma GCC unroll 12
-              for (int n = 0; n < N; ++n) sums[n] = fma(splat(u[n * I + i]), y, sums[n]);
-            }
-            const Bits live = lanes_between(0, scoring.length - t);
-#pragma GCC unroll 12
-            for (int n = 0; n < N; ++n) {
-              const Floats logits = select(live, sums[n], splat(-INF));
-              maxima[n] = max(maxima[n], logits);
-              store(scoring.weights + (h + n) * scoring.padded + t, logits);
-            }
-          }
-          for (int n = 0; n < N; ++n) {
-            const float peak = reduce_max(maxima[n]);
-            Floats total = splat(0.0f);
-            for (int64_t t = first; t < last; t += KEY_TILE) {
-              float* to = scoring.weights + (h + n) * scoring.padded + t;
-              const Floats weight = exponential(load(to) - splat(peak));
-              total = total + weight;
-              store(to, weight);
-            }
-            scoring.maxima[at + h + n] = peak, scoring.sums[at + h + n] = reduce_add(total);
-          }
-        });
+    for_each_task(tasks.size(), [&](int64_t task) {
+      const auto [i, first] = tasks[task];
+      const Scoring& scoring = scorings[i];
+      const int64_t last = std::min(scoring.padded, first + TASK_TOKENS), at = first / TASK_TOKENS * H;
+      const int32_t* blocks = view.blocks(scoring.s).data();
+      // Tiles with nodes of a tree are copied: those of the path lie apart.
+      const int64_t copied_from = std::clamp<int64_t>(view.tree_begin(scoring.s) / KEY_TILE * KEY_TILE, first, last);
+      Scratch scratch;
+      auto* path = scratch.filled<int8_t>((last - copied_from) * I, 0);
+      for (int64_t t = copied_from; t < last; ++t) {
+        const int64_t slot = visible_slot(scoring.s, t);
+        const int8_t* key = from + slot / KEY_TILE * KEY_TILE * I + slot % KEY_TILE;
+        int8_t* copy = path + (t - copied_from) / KEY_TILE * KEY_TILE * I + t % KEY_TILE;
+        for (int64_t i = 0; i < I; ++i) copy[i * KEY_TILE] = key[i * KEY_TILE];
       }
+      run_in_batches<SCORED_HEADS>(H, [&](int64_t h, auto heads) {
+        constexpr int N = heads;
+        Floats maxima[N];
+        for (Floats& logits_max : maxima) logits_max = splat(-INF);
+        for (int64_t t = first; t < last; t += KEY_TILE) {
+          const int8_t* key = t < copied_from ? from + (blocks[t / block_size] * block_size + t % block_size) * I
+                                              : path + (t - copied_from) * I;
+          // Tiles lie in blocks anywhere in memory, so that the processor does not foresee them.
+          if (const int64_t next = t + 8 * KEY_TILE; h == 0 && next < copied_from)
+            prefetch_bytes(from + (blocks[next / block_size] * block_size + next % block_size) * I, I * KEY_TILE);
+          Floats sums[N];
+#pragma GCC unroll 12
+          for (int n = 0; n < N; ++n) sums[n] = splat(0.0f);
+          const float* u = scoring.queries + h * I;
+          for (int64_t i = 0; i < I; ++i) {
+            const Floats y = widen(key + i * KEY_TILE);
+#pragma GCC unroll 12
+            for (int n = 0; n < N; ++n) sums[n] = fma(splat(u[n * I + i]), y, sums[n]);
+          }
+          const Bits live = lanes_between(0, scoring.length - t);
+#pragma GCC unroll 12
+          for (int n = 0; n < N; ++n) {
+            const Floats logits = select(live, sums[n], splat(-INF));
+            maxima[n] = max(maxima[n], logits);
+            store(scoring.weights + (h + n) * scoring.padded + t, logits);
+          }
+        }
+        for (int n = 0; n < N; ++n) {
+          const float peak = reduce_max(maxima[n]);
+          Floats total = splat(0.0f);
+          for (int64_t t = first; t < last; t += KEY_TILE) {
+            float* to = scoring.weights + (h + n) * scoring.padded + t;
+            const Floats weight = exponential(load(to) - splat(peak));
+            total = total + weight;
+            store(to, weight);
+          }
+          scoring.maxima[at + h + n] = peak, scoring.sums[at + h + n] = reduce_add(total);
+        }
+      });
     });
     // Mean over heads of the softmax over all tokens.
-    at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
+    for_each_task(tasks.size(), [&](int64_t task) {
+      const auto [i, first] = tasks[task];
+      const Scoring& scoring = scorings[i];
       Scratch scratch;
       auto* share = scratch.get<float>(H);
-      for (int64_t task = begin; task < end; ++task) {
-        const auto [i, first] = tasks[task];
-        const Scoring& scoring = scorings[i];
-        for (int64_t h = 0; h < H; ++h) {
-          float peak = sinks ? sinks[h] : -INF, total = 0;
-          for (int64_t j = 0; j < scoring.tasks; ++j) peak = std::max(peak, scoring.maxima[j * H + h]);
-          for (int64_t j = 0; j < scoring.tasks; ++j)
-            total += scoring.sums[j * H + h] * std::exp(scoring.maxima[j * H + h] - peak);
-          if (sinks) total += std::exp(sinks[h] - peak);
-          share[h] = std::exp(scoring.maxima[first / TASK_TOKENS * H + h] - peak) / (total * H);
-        }
-        for (int64_t t = first; t < std::min(scoring.padded, first + TASK_TOKENS); t += KEY_TILE) {
-          Floats score = splat(0.0f);
-          for (int64_t h = 0; h < H; ++h) score = fma(load(scoring.weights + h * scoring.padded + t), splat(share[h]), score);
-          // Subnormal scores and NaN become 0, as `select_largest` requires.
-          store(scoring.scores + t, select(greater(score, splat(std::numeric_limits<float>::min())), score, splat(0.0f)));
-        }
+      for (int64_t h = 0; h < H; ++h) {
+        float peak = sinks ? sinks[h] : -INF, total = 0;
+        for (int64_t j = 0; j < scoring.tasks; ++j) peak = std::max(peak, scoring.maxima[j * H + h]);
+        for (int64_t j = 0; j < scoring.tasks; ++j)
+          total += scoring.sums[j * H + h] * std::exp(scoring.maxima[j * H + h] - peak);
+        if (sinks) total += std::exp(sinks[h] - peak);
+        share[h] = std::exp(scoring.maxima[first / TASK_TOKENS * H + h] - peak) / (total * H);
+      }
+      for (int64_t t = first; t < std::min(scoring.padded, first + TASK_TOKENS); t += KEY_TILE) {
+        Floats score = splat(0.0f);
+        for (int64_t h = 0; h < H; ++h) score = fma(load(scoring.weights + h * scoring.padded + t), splat(share[h]), score);
+        // Subnormal scores and NaN become 0, as `select_largest` requires.
+        store(scoring.scores + t, select(greater(score, splat(std::numeric_limits<float>::min())), score, splat(0.0f)));
       }
     });
     at::parallel_for(first_s, end_s, 1, [&](int64_t begin, int64_t end) {
