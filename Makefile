@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VLLM ?= .venv-vllm/bin/python
 
 .PHONY: demo architecture docs test test-slow test-vllm lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
-  bench-load bench-serving bench-kernels bench-speculation bench-healing bench-front front bench attack clean
+  bench-load bench-serving bench-kernels bench-speculation bench-healing bench-front front bench gpu-static attack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -94,6 +94,10 @@ bench-serving: $(VENV)/.ready
 # Needs a GPU.
 bench-kernels: $(VENV)/.ready
 	$(BIN)/python benchmarks/paged_kernels.py --out benchmarks/kernels
+
+# Every Triton kernel compiled for five kinds of GPUs, without one: registers, spills, shared memory, instructions.
+gpu-static: $(VENV)/.ready
+	TRITON_INTERPRET=0 $(BIN)/python -m mlaforge.gpu_verification.static --out benchmarks/gpu_static.json
 
 # The gates' scenarios on MODEL (default: the demo's), and the verdicts. On a CPU the twins.
 bench: $(VENV)/.ready

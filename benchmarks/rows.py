@@ -69,12 +69,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """Write the file; a list of rows takes one line per row."""
-        text = None
-        if isinstance(self.rows, list) and self.rows:
-            rows = ",\n".join(f"  {json.dumps(row)}" for row in self.rows)
-            text = json.dumps({**self.body, "rows": []}, indent=1).replace('"rows": []', f'"rows": [\n{rows}\n ]')
-        machine.write(self.path, self.body, text)
+        machine.write(self.path, self.body)
 
 
 def wikitext(data: Path) -> tuple[str, str]:

@@ -36,7 +36,7 @@ def test_many_sequences_are_found_and_splits_merged():
 
     step = make_step(SHAPES["mha"], [(1, 1), (7, 2)] * 3 + [(64, 60), (3, 2), (1, 1)])
     launch = paged_attention_triton.make_launch(*step.inputs, splits=2)
-    assert launch.arguments["TILES"] == 0
+    assert launch.arguments["tiles"] == 0
     launch.arguments["SEARCHED"] = 4
     assert_right(step, paged_attention_triton.run(launch))
 

@@ -35,9 +35,9 @@ def wrong_merge(context: Context, shape: Any) -> Outcome:
         kernel = attention.merge_kernel
 
         def __getitem__(self, grid: Any) -> Any:
-            def launch(parts: Any, lses: Any, out: Any, *others: Any, **options: Any) -> None:
-                self.kernel[grid](parts, lses, out, *others, **options)
-                out.mul_(1.01)
+            def launch(**arguments: Any) -> None:
+                self.kernel[grid](**arguments)
+                arguments["out"].mul_(1.01)
 
             return launch
 

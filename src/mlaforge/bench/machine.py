@@ -67,11 +67,15 @@ def header(kind: str, device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(path: Path, body: dict[str, Any], text: str | None = None) -> None:
-    """Write `body` as JSON, formatted as `text` if given, atomically: readers never see a partial file."""
+def write(path: Path, body: dict[str, Any]) -> None:
+    """Write `body` as JSON, a list of rows with a line per row, atomically: readers never see a partial file."""
+    text, rows = json.dumps(body, indent=1), body.get("rows")
+    if isinstance(rows, list) and rows:
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+        text = json.dumps({**body, "rows": []}, indent=1).replace('"rows": []', f'"rows": [\n{lines}\n ]')
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text((text or json.dumps(body, indent=1)) + "\n", encoding="utf-8")
+    partial.write_text(text + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 

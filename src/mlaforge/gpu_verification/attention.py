@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-import triton
 
 from mlaforge.bench import kernels
 from mlaforge.gpu_verification.case import Case, Outcome, Prediction
@@ -70,13 +69,11 @@ def measure(context: Context, name: str, rows: torch.dtype | None, S: int, P: in
     launch = attention.make_launch(*inputs)
     splits, merge_seconds = launch.grid[2], 0.0
     if splits > 1:
-        parts, lses = launch.arguments["out"].zero_(), launch.arguments["lse"].zero_()
-        N, H, V = len(q), layout.heads, layout.value
-        out, lse = q.new_empty(N, H, V), lses.new_empty(N, H)
-        size = triton.next_power_of_2(V)
+        parts, lses = launch.arguments["parts"].zero_(), launch.arguments["lse"].zero_()
+        grid, arguments = attention.merge_launch(parts, lses, launch.arguments["out"], lses[..., 0].clone())
 
         def merge() -> None:
-            attention.merge_kernel[(N * H,)](parts, lses, out, lse, splits, V=V, SIZE=size, num_warps=4)
+            attention.merge_kernel[grid](**arguments, num_warps=4)
 
         merge_seconds = context.seconds(merge)
     detail = f"{minimum.bytes / seconds / 1e9:,.0f} GB/s, {splits} splits, merge {merge_seconds * 1e6:.1f} us"

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, WrongResult
@@ -37,7 +36,7 @@ def cases(context: Context) -> Iterator[Case]:
     names = list(TWIN if context.twin else LAUNCHES)
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     major, minor = context.facts.get("capability") or divmod(HOPPER, 10)
-    gpu = GpuProperties.of_capability(major, minor)
+    gpu = gpu_of(10 * major + minor)
     jobs: dict[str, Future[dict[str, Any]]] = {}
 
     def result(name: str) -> Outcome:
@@ -86,6 +85,15 @@ class TargetDriver:
         return 0
 
 
+# Multiprocessors of an A100, an L40S, an H100, a B200 and an RTX PRO 6000, by compute capability.
+MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148, 120: 188}
+
+
+def gpu_of(capability: int) -> GpuProperties:
+    """Return the properties of a GPU to compile for, by compute capability such as 90."""
+    return GpuProperties.of_capability(*divmod(capability, 10), MULTIPROCESSORS.get(capability, 4))
+
+
 def compile_one(name: str, capability: int) -> dict[str, Any]:
     """Compile one of LAUNCHES for a compute capability such as 90. Triton must not be in interpreter mode."""
     from triton.runtime import driver
@@ -93,35 +101,69 @@ def compile_one(name: str, capability: int) -> dict[str, Any]:
     from mlaforge.gpu_verification.kernel_launches import LAUNCHES
 
     driver.set_active(TargetDriver(capability))
-    launch = LAUNCHES[name](GpuProperties.of_capability(*divmod(capability, 10)))
+    launch = LAUNCHES[name](gpu_of(capability))
     start = time.perf_counter()
     binary = launch.kernel.run(**launch.arguments, **launch.options, grid=(1, 1, 1), warmup=True)
     seconds = round(time.perf_counter() - start, 1)
     ptx = binary.asm["ptx"]
     return {
         "name": name, "kernel": binary.metadata.name, "capability": capability, "tile": launch.tile,
-        "shared": binary.metadata.shared, **registers(ptx, capability), "wgmma": ptx.count("wgmma.mma_async"),
-        "mma": ptx.count("mma.sync"), "seconds": seconds,
+        "shared": binary.metadata.shared, "wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"),
+        **binary_report(binary.asm["cubin"]), "seconds": seconds,
     }  # fmt: skip
 
 
-def registers(ptx: str, capability: int) -> dict[str, int]:
-    """Registers and spilled bytes per thread, from ptxas. Raise RuntimeError with its output if it fails."""
-    from triton.backends.nvidia.compiler import get_ptxas
+# Classes of machine instructions, by their first letters; loads of 16 bytes or in bulk have a second pattern.
+CLASSES = {
+    "tensor": r"[A-Z]*MMA", "exponential": r"MUFU\.EX2", "spill": r"LDL|STL", "load": r"LDG(?!DEPBAR)|UTMALDG|UBLKCP",
+}  # fmt: skip
+WIDE = r"\.128|\.256|^U"
 
-    # The architecture-specific variant (sm_90a), as Triton uses.
-    architecture = f"sm_{capability}a" if capability >= HOPPER else f"sm_{capability}"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        binary = path.with_suffix(".cubin")
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", path, "-o", binary]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    output = result.stdout + result.stderr
-    used, spilled = re.search(r"Used (\d+) registers", output), re.search(r"(\d+) bytes spill stores", output)
-    if not (used and spilled):
-        raise RuntimeError(f"ptxas: {output[:300]}")
-    return {"registers": int(used[1]), "spilled": int(spilled[1])}
+
+def binary_report(cubin: bytes) -> dict[str, Any]:
+    """Return registers and spilled bytes per thread of a binary, and counts of the machine instructions of the whole
+    kernel and of its largest innermost loop: all, by CLASSES, and loads from global memory of 16 bytes or more."""
+    from triton import knobs
+
+    def output(*command: str) -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = output(knobs.nvidia.nvdisasm.path, "-c", file.name)
+        usage = output(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name)
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
+    whole, loop = disassembled(text)
+    counts = {"instructions": count(whole), "loop": count(loop)}
+    return {"registers": int(registers), "spilled": int(stack), **counts}
+
+
+def disassembled(text: str) -> tuple[list[str], list[str]]:
+    """Return nvdisasm's instructions of a kernel, without predicates, and those of its largest innermost loop."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z].*?) ;", line):
+            target = re.match(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
+            if target and target[1] in labels:
+                loops.append((labels[target[1]], len(instructions) + 1))
+            instructions.append(instruction[1])
+    innermost = [
+        (a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
+    ]  # fmt: skip
+    begin, end = max(innermost, key=lambda loop: loop[1] - loop[0], default=(0, 0))
+    return instructions, instructions[begin:end]
+
+
+def count(instructions: list[str]) -> dict[str, int]:
+    """Count all instructions, those of CLASSES, and wide loads."""
+    counts = {kind: sum(bool(re.match(pattern, text)) for text in instructions) for kind, pattern in CLASSES.items()}
+    loads = [text.split()[0] for text in instructions if re.match(CLASSES["load"], text)]
+    return {"all": len(instructions), **counts, "wide load": sum(bool(re.search(WIDE, name)) for name in loads)}
 
 
 if __name__ == "__main__":

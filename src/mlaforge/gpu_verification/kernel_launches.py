@@ -43,6 +43,8 @@ ATTENTION = {
     "gqa-64-mixed": (64, 8, 64, 64, 2048),
     "gqa-96": (32, 32, 96, 96, 1),
     "gqa-128": (64, 8, 128, 128, 1),
+    "gqa-128 of Llama-3-8B": (32, 8, 128, 128, 1),
+    "gqa-128 of Qwen2.5-7B": (28, 4, 128, 128, 1),
     "gqa-128-prefill": (64, 8, 128, 128, 2048),
     "mla-512-64": (64, 1, 576, -512, 1),
     "mla-512-64-verify": (64, 1, 576, -512, 4),
@@ -50,6 +52,7 @@ ATTENTION = {
     "mla-256-64": (64, 1, 320, -256, 1),
     "mla-320-32": (64, 1, 352, -320, 1),
     "mla-384-64": (64, 1, 448, -384, 1),
+    "mla-360-64": (64, 1, 424, -360, 1),
     "mla-small": (9, 1, 224, -192, 1),
 }
 # Experts, experts per token, hidden size, intermediate size.
@@ -76,11 +79,8 @@ def attend(name: str, dtype: torch.dtype, rows: torch.dtype, gpu: GpuProperties)
 
 def merge(dtype: torch.dtype, gpu: GpuProperties) -> KernelLaunch:
     """Merge of splits."""
-    fp32 = torch.empty(16)
-    arguments = {
-        "parts": fp32, "lses": fp32, "out": torch.empty(16, dtype=dtype), "lse": fp32, "splits": 16, "V": 320,
-        "SIZE": 512,
-    }  # fmt: skip
+    parts, lses, out = torch.empty(1, 1, 16, 320), torch.empty(1, 1, 16), torch.empty(1, 1, 320, dtype=dtype)
+    _, arguments = attention.merge_launch(parts, lses, out, lses[..., 0].clone())
     return KernelLaunch(attention.merge_kernel, arguments, {"num_warps": 4})
 
 
@@ -98,9 +98,9 @@ def select(kernel: str, gpu: GpuProperties) -> KernelLaunch:
     return KernelLaunch(selection.score_kernel, arguments | outputs, {}, None, SPILLED if gpu.asynchronous else 600)
 
 
-def mix(shape: str, part: str, dtype: torch.dtype, gpu: GpuProperties) -> KernelLaunch:
-    """Kernel `gate`, `down` or `sum` with a shape of EXPERTS; weights are meta tensors."""
-    (E, K, C, I), N = EXPERTS[shape], 8  # noqa: E741
+def mix(shape: str, part: str, dtype: torch.dtype, gpu: GpuProperties, N: int = 8) -> KernelLaunch:
+    """Kernel `gate`, `down` or `sum` with a shape of EXPERTS and N tokens; weights are meta tensors."""
+    E, K, C, I = EXPERTS[shape]  # noqa: E741
     if part == "sum":
         out = torch.empty(16, dtype=dtype)
         arguments = {
@@ -119,7 +119,7 @@ def mix(shape: str, part: str, dtype: torch.dtype, gpu: GpuProperties) -> Kernel
         out = torch.empty(N * K, outputs, dtype=dtype if gated else torch.float32)
         order, offsets = torch.empty(N * K, dtype=torch.int64), torch.empty(E + 1, dtype=torch.int32)
         bias = torch.empty(E, blocks.shape[1], dtype=dtype)
-    launch = experts.make_launch(x, order, offsets, blocks, blocks[..., 0], bias, out, K, 1.702, 7.0, gated)
+    launch = experts.make_launch(x, order, offsets, blocks, blocks[..., 0], bias, out, K, 1.702, 7.0, gated, gpu)
     tile = launch.arguments["BLOCK_O"], launch.arguments["BLOCK_M"]
     return KernelLaunch(experts.product_kernel, launch.arguments, launch.options, tile)
 
@@ -139,6 +139,8 @@ def _launches() -> dict[str, Callable[[GpuProperties], KernelLaunch]]:
     table["selection score"] = functools.partial(select, "score")
     for shape, part in (("20b", "gate"), ("20b", "down"), ("20b", "sum"), ("120b", "gate"), ("small", "down")):
         table[f"experts {shape} {part}"] = functools.partial(mix, shape, part, bf16)
+    for shape, N in (("20b", 1), ("120b", 1), ("20b", 512), ("20b", 2048), ("120b", 2048)):
+        table[f"experts {shape} gate, {N} tokens"] = functools.partial(mix, shape, "gate", bf16, N=N)
     table["experts small gate fp32"] = functools.partial(mix, "small", "gate", fp32)
     return table
 

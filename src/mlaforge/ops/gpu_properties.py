@@ -27,10 +27,10 @@ class GpuProperties:
     shared_memory: int
 
     @classmethod
-    def of_capability(cls, major: int, minor: int) -> GpuProperties:
-        """Return the properties of a GPU that is not present, with few multiprocessors, so that interpreted kernels
-        split their work too."""
-        return cls((major, minor), 4, SHARED_MEMORY[major, minor])
+    def of_capability(cls, major: int, minor: int, multiprocessors: int = 4) -> GpuProperties:
+        """Return the properties of a GPU that is not present; with few multiprocessors, interpreted kernels split their
+        work too."""
+        return cls((major, minor), multiprocessors, SHARED_MEMORY[major, minor])
 
     @property
     def asynchronous(self) -> bool:

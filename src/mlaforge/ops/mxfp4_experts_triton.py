@@ -5,9 +5,9 @@ and a tile of its outputs. Offsets of the experts' pairs are read on the device,
 values, so a launch needs no synchronisation and can be captured in a graph. Three launches: gate and up with the
 activation, down, and the weighted sum of a token's experts.
 
-A row's result does not depend on other rows: tiles do not change with their number, sums run over the inputs in order,
-and a token's experts are added by rank. Weights are the left factor: outputs fill the 64 rows of Hopper's asynchronous
-tensor cores, and 16 pairs suffice on the other side. Not measured on a GPU yet.
+Sums run over the inputs in the same order for any tile, and a token's experts are added by rank. Weights are the left
+factor: outputs fill the 64 rows of Hopper's asynchronous tensor cores, and 16 pairs suffice on the other side. Not
+measured on a GPU yet.
 
 Legend: N tokens, C hidden size, I intermediate size, E experts, K experts per token, P = N K pairs sorted by expert.
 """
@@ -26,23 +26,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlaforge.ops.gpu_properties import gpu_properties
+from mlaforge.ops.gpu_properties import GpuProperties, gpu_properties
 from mlaforge.ops.mxfp4 import BLOCK
 
-# Pairs per tile; outputs and inputs per tile in 16 bits, and in 32, which is for parity only: exact products have no
-# tensor core.
-BLOCK_M, TILE, EXACT_TILE = 16, (64, 128), (16, 32)
+# Inputs per tile in 16 bits; outputs and inputs per tile in 32, which is for parity only: exact products have no tensor
+# core.
+BLOCK_K, EXACT_TILE = 128, (16, 32)
 # Columns per program of the weighted sum.
 SUM_BLOCK = 1024
 
 
 @triton.jit
 def _value(code):
-    """Convert E2M1 codes to fp32: shifts the exponent's bits to their place in fp32; 0.5 has no implicit leading
-    one."""
-    magnitude = code & 7
-    bits = tl.where(magnitude < 2, magnitude * 0x3F000000, (magnitude << 22) + 0x3F000000)
-    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    """Convert E2M1 codes to fp32: as fp32's lowest exponent bits and highest mantissa bit they are the value times
+    2^-126, subnormal for 0.5, which has no implicit leading one either."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
@@ -150,24 +149,48 @@ class Launch:
     options: dict[str, int]
 
 
+def most_tiles(pairs: int, experts: int, size: int) -> int:
+    """Return an upper bound of the tiles of `size` pairs: each expert's last one may be partial."""
+    return pairs // size + min(experts, pairs)
+
+
+def tile_sizes(pairs: int, experts: int, outputs: int, gpu: GpuProperties) -> tuple[int, int]:
+    """Return the pairs and the outputs of a tile.
+
+    An expert's weights are unpacked once per tile of pairs, so tiles are as large as an expert's mean share. Few tokens
+    are limited by reading weights, which takes as long as the multiprocessor with the most tiles: smaller tiles are
+    shared out more evenly, at the price of Hopper's asynchronous tensor cores, which need 64 outputs. Not tuned on a
+    GPU yet.
+    """
+    sizes = (128, 64) if gpu.asynchronous else (64,)
+    size = next((size for size in sizes if pairs >= size * experts), 16)
+    few = most_tiles(pairs, experts, size) * triton.cdiv(outputs, 64) < 3 * gpu.multiprocessors
+    return size, 32 if few else 64
+
+
 def make_launch(
     x: Tensor, order_P: Tensor, offsets: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor, out: Tensor,
-    top_k: int, alpha: float, limit: float, gated: bool,
+    top_k: int, alpha: float, limit: float, gated: bool, gpu: GpuProperties | None = None,
 ) -> Launch:  # fmt: skip
-    """Prepare a launch from shapes alone. `blocks` [E, outputs, inputs / 32, 16], `offsets` int32 [E + 1]."""
+    """Prepare a launch from shapes alone. `blocks` [E, outputs, inputs / 32, 16], `offsets` int32 [E + 1]. `gpu`: to
+    compile for, if not the tensors' device."""
     E, P, OUTPUTS = len(blocks), len(order_P), out.shape[1]
-    BLOCK_O, BLOCK_K = EXACT_TILE if x.dtype == torch.float32 else TILE
-    # Upper bound of the tiles: each expert's last one may be partial.
-    tiles = P // BLOCK_M + min(E, P)
-    programs = min(tiles * triton.cdiv(OUTPUTS, BLOCK_O), 2 * gpu_properties(x.device).multiprocessors)
+    gpu = gpu or gpu_properties(x.device)
+    BLOCK_M, BLOCK_O = tile_sizes(P, E, OUTPUTS, gpu)
+    inputs = BLOCK_K
+    if x.dtype == torch.float32:
+        BLOCK_M, (BLOCK_O, inputs) = 16, EXACT_TILE
+    # A warp per 16 outputs: with more, several would unpack the same weights.
+    num_warps = max(1, BLOCK_O // 16)
+    programs = min(most_tiles(P, E, BLOCK_M) * triton.cdiv(OUTPUTS, BLOCK_O), 8 // num_warps * gpu.multiprocessors)
     arguments = {
         "x": x, "order": order_P, "offsets": offsets, "blocks": blocks, "scales": scales, "bias": bias, "out": out,
         "x_row": x.stride(0), "top_k": top_k, "alpha": alpha, "limit": limit, "EXPERTS": E,
         "INPUTS": blocks.shape[2] * BLOCK, "OUTPUTS": OUTPUTS, "GATED": gated, "BLOCK_E": triton.next_power_of_2(E),
-        "BLOCK_M": BLOCK_M, "BLOCK_O": BLOCK_O, "BLOCK_K": BLOCK_K,
+        "BLOCK_M": BLOCK_M, "BLOCK_O": BLOCK_O, "BLOCK_K": inputs,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
     }  # fmt: skip
-    return Launch(programs, arguments, {"num_warps": 4, "num_stages": 3})
+    return Launch(programs, arguments, {"num_warps": num_warps, "num_stages": 3})
 
 
 def mixture(

@@ -30,6 +30,7 @@ from mlaforge.ops.gpu_properties import KIB, GpuProperties, gpu_properties
 
 # Sequences per step of the search for a tile's sequence. Passed to launches, because compiled kernels read no globals.
 SEARCHED = 256
+MOST_SPLITS = 128
 
 
 @triton.jit
@@ -58,19 +59,17 @@ def _finite(x):
 
 @triton.jit
 def _locate(
-    tile, query_start, num_sequences, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr,
-    SEARCHED: tl.constexpr,
+    tile, tiles, query_start, num_sequences, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEARCHED: tl.constexpr
 ):  # fmt: skip
     """Return the sequence of a tile of the grid, and the tile's number within the sequence.
 
-    TILES > 0: every sequence has this many tiles. TILES = 0: sequence s has as many as its rows can need, from tile
+    tiles > 0: every sequence has this many tiles. tiles = 0: sequence s has as many as its rows can need, from tile
     rows_before(s) // BLOCK_M + s on.
     """
-    if TILES > 0:
-        s = tile // TILES
-        first = s * TILES
-    else:
-        s = -1
+    s = tile // tl.maximum(tiles, 1)
+    first = s * tiles
+    if tiles == 0:
+        s = tile * 0 - 1
         for base in range(0, num_sequences, SEARCHED):
             i = base + tl.arange(0, SEARCHED)
             before = tl.load(query_start + i, mask=i < num_sequences, other=0) * GROUP // BLOCK_M + i
@@ -90,20 +89,25 @@ def _share(lowest, highest, first, split, splits, WINDOW: tl.constexpr, BLOCK_N:
     return start, tl.minimum(start + share, highest + 1)
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+# What a launch's lengths change is not specialized: each variant takes seconds to compile.
+@triton.jit(
+    do_not_specialize=["table_row", "num_sequences", "tiles"],
+    do_not_specialize_on_alignment=["table", "seq_lens", "firsts", "query_start"],
+)
 def attend_kernel(
-    q, k, v, out, lse, table, seq_lens, firsts, query_start, scale_log2,
-    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, num_sequences,
-    GROUP: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
+    q, k, v, out, parts, lse, table, seq_lens, firsts, query_start, scale_log2,
+    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, num_sequences, tiles,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEARCHED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KV heads, splits). out [N, H, splits, V] and lse [N, H, splits] are contiguous. WINDOW 0: none; a
-    piece of size 0: none. If V_IN_K, D0 and D1 are the value's pieces too."""
+    """Grid (tiles, KV heads, splits). Contiguous outputs: lse [N, H, splits], and out [N, H, V] or, for several splits,
+    parts [N, H, splits, V] in fp32. Strides count UNIT elements. WINDOW 0: none; a piece of size 0: none. If V_IN_K, D0
+    and D1 are the value's pieces too."""
     g, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     heads, splits = tl.num_programs(1) * GROUP, tl.num_programs(2)
-    s, tile = _locate(tl.program_id(0), query_start, num_sequences, GROUP, TILES, BLOCK_M, SEARCHED)
+    s, tile = _locate(tl.program_id(0), tiles, query_start, num_sequences, GROUP, BLOCK_M, SEARCHED)
     begin = tl.load(query_start + s)
     T = tl.load(query_start + s + 1) - begin
     if tile * BLOCK_M >= T * GROUP:
@@ -118,13 +122,12 @@ def attend_kernel(
     earliest = tile * BLOCK_M // GROUP
     latest = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, T - 1)
     start, end = _share(length - T + earliest, length - T + latest, first, split, splits, WINDOW, BLOCK_N)
-    at = (n_row * heads + h) * splits + split
     if (start >= end) & (splits > 1):
         # The merge does not read the values of an empty split.
-        tl.store(lse + at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
+        tl.store(lse + (n_row * heads + h) * splits + split, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
         return
 
-    q_rows = q + n_row * q_row + h * q_head
+    q_rows = q + n_row * (q_row * UNIT) + h * (q_head * UNIT)
     q0 = _columns(q_rows, real, 0, D0, D)
     if D1 > 0:
         q1 = _columns(q_rows, real, D0, D1, V if V_IN_K else D)
@@ -142,7 +145,7 @@ def attend_kernel(
         live = p < end
         block = tl.load(blocks + (p - first) // BLOCK_SIZE, mask=live, other=0)
         slot = block.to(tl.int64) * BLOCK_SIZE + (p - first) % BLOCK_SIZE
-        k_rows = k + slot * k_slot + g * k_head
+        k_rows = k + slot * (k_slot * UNIT) + g * (k_head * UNIT)
         k0 = _columns(k_rows, live, 0, D0, V if V_IN_K else D).to(q.dtype.element_ty)
         scores = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         if D1 > 0:
@@ -166,7 +169,7 @@ def attend_kernel(
         if V_IN_K:
             v0 = k0
         else:
-            v_rows = v + slot * v_slot + g * v_head
+            v_rows = v + slot * (v_slot * UNIT) + g * (v_head * UNIT)
             v0 = _columns(v_rows, live, 0, V0, V).to(q.dtype.element_ty)
         acc0 = tl.dot(weights, v0, acc0 * fade[:, None], input_precision=PRECISION)
         if V1 > 0:
@@ -178,30 +181,44 @@ def attend_kernel(
 
     # Rows that see nothing: peak is -inf, acc is 0.
     total = tl.where(total > 0, total, 1.0)
+    at = (n_row * heads + h) * splits + split
     tl.store(lse + at, (peak + tl.log2(total)) * 0.6931471805599453, mask=real)
-    _put(out + at * V, real, acc0 / total[:, None], 0, V0, V)
+    acc0 = acc0 / total[:, None]
     if V1 > 0:
-        _put(out + at * V, real, acc1 / total[:, None], V0, V1, V)
+        acc1 = acc1 / total[:, None]
+    if splits == 1:
+        _put(out + at * V, real, acc0, 0, V0, V)
+        if V1 > 0:
+            _put(out + at * V, real, acc1, V0, V1, V)
+    else:
+        _put(parts + at * V, real, acc0, 0, V0, V)
+        if V1 > 0:
+            _put(parts + at * V, real, acc1, V0, V1, V)
 
 
 @triton.jit(do_not_specialize=["splits"])
-def merge_kernel(parts, lses, out, lse, splits, V: tl.constexpr, SIZE: tl.constexpr):
-    """Grid (N * H): merge parts [N * H, splits, V] and lses [N * H, splits] into out [N * H, V] and lse [N * H]."""
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, SIZE)
-    peak, total = float("-inf"), 0.0
-    acc = tl.zeros([SIZE], tl.float32)
-    for i in range(splits):
-        part_lse = tl.load(lses + row * splits + i)
+def merge_kernel(
+    parts, lses, out, lse, splits, V: tl.constexpr, BLOCK_V: tl.constexpr, MOST: tl.constexpr, BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """Grid (N * H, pieces of BLOCK_V values): merge parts [N * H, splits, V] and lses [N * H, splits], at most MOST
+    splits, into out [N * H, V] and lse [N * H]. Loads of values wait for no other values: BLOCK_S splits are in flight
+    at a time."""
+    row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    i = tl.arange(0, MOST)
+    every_lse = tl.load(lses + row * splits + i, mask=i < splits, other=float("-inf"))
+    peak = tl.max(every_lse, 0)
+    total = tl.sum(tl.exp(every_lse - _finite(peak)), 0)
+    acc = tl.zeros([BLOCK_V], tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        part_lse = tl.load(lses + row * splits + split, mask=split < splits, other=float("-inf"))
         # The values of an empty split are uninitialised.
-        part = tl.load(parts + (row * splits + i) * V + d, mask=d < tl.where(part_lse > float("-inf"), V, 0), other=0.0)
-        higher = tl.maximum(peak, part_lse)
-        fade, weight = tl.exp(peak - _finite(higher)), tl.exp(part_lse - _finite(higher))
-        acc = acc * fade + part * weight
-        total = total * fade + weight
-        peak = higher
+        live = (part_lse > float("-inf"))[:, None] & (d < V)[None, :]
+        part = tl.load(parts + (row * splits + split)[:, None] * V + d[None, :], mask=live, other=0.0)
+        acc += tl.sum(part * tl.exp(part_lse - _finite(peak))[:, None], 0)
     total = tl.where(total > 0, total, 1.0)
-    tl.store(lse + row, peak + tl.log(total))
+    if tl.program_id(1) == 0:
+        tl.store(lse + row, peak + tl.log(total))
     tl.store(out + row * V + d, (acc / total).to(out.dtype.element_ty), mask=d < V)
 
 
@@ -271,7 +288,8 @@ def make_launch(
     q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, splits: int | None = None,
     gpu: GpuProperties | None = None,
 ) -> Launch:  # fmt: skip
-    """Prepare a launch from shapes, strides and the view's host values. Allocates the outputs: `out` [N, H, splits, V].
+    """Prepare a launch from shapes, strides and the view's host values. Allocates the outputs: `out` [N, H, V] and, for
+    several splits, `parts` [N, H, splits, V].
 
     `gpu` is the GPU to compile for, if not the tensors' device.
     """
@@ -292,17 +310,24 @@ def make_launch(
         span = view.max_seq_len if view.window is None else min(view.max_seq_len, view.window + view.max_query)
         room = gpu.multiprocessors * (2 if BLOCK_M < 64 else 1)
         splits = choose_splits(grid_x * G, triton.cdiv(span, 2 * BLOCK_N), room)
-    out = torch.empty(N, H, splits, V, dtype=q_NHD.dtype if splits == 1 else torch.float32, device=q_NHD.device)
+    out = torch.empty(N, H, V, dtype=q_NHD.dtype, device=q_NHD.device)
+    parts = torch.empty(N, H, splits if splits > 1 else 0, V, dtype=torch.float32, device=q_NHD.device)
     lse = torch.empty(N, H, splits, dtype=torch.float32, device=q_NHD.device)
+    strides = {
+        "q_row": q_NHD.stride(0), "q_head": q_NHD.stride(1), "k_slot": k_LGD.stride(0), "k_head": k_LGD.stride(1),
+        "v_slot": v_LGV.stride(0), "v_head": v_LGV.stride(1),
+    }  # fmt: skip
+    # Triton looks for strides that are multiples of 16. Those of ranks that are multiples of 8 allow loads of 16 bytes
+    # too.
+    unit = math.gcd(16, *strides.values())
     arguments = {
-        "q": q_NHD, "k": k_LGD, "v": v_LGV, "out": out, "lse": lse, "table": view.block_table_SB,
+        "q": q_NHD, "k": k_LGD, "v": v_LGV, "out": out, "parts": parts, "lse": lse, "table": view.block_table_SB,
         "seq_lens": view.seq_lens_S, "firsts": view.first_S, "query_start": view.query_start_S1,
         "scale_log2": scale * math.log2(math.e),
-        "q_row": q_NHD.stride(0), "q_head": q_NHD.stride(1), "k_slot": k_LGD.stride(0), "k_head": k_LGD.stride(1),
-        "v_slot": v_LGV.stride(0), "v_head": v_LGV.stride(1), "table_row": view.block_table_SB.stride(0),
-        "num_sequences": S, "GROUP": group, "TILES": tiles if rectangular else 0, "WINDOW": view.window or 0,
-        "BLOCK_SIZE": view.block_size, "D": D, "D0": D0, "D1": D1, "D2": D2, "V": V, "V0": V0, "V1": V1,
-        "V_IN_K": v_in_k, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "SEARCHED": SEARCHED,
+        **{name: stride // unit for name, stride in strides.items()}, "UNIT": unit,
+        "table_row": view.block_table_SB.stride(0), "num_sequences": S, "tiles": tiles if rectangular else 0,
+        "GROUP": group, "WINDOW": view.window or 0, "BLOCK_SIZE": view.block_size, "V_IN_K": v_in_k, "D": D, "D0": D0,
+        "D1": D1, "D2": D2, "V": V, "V0": V0, "V1": V1, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "SEARCHED": SEARCHED,
         "PRECISION": "ieee" if q_NHD.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     return Launch((grid_x, G, splits), arguments, {"num_warps": num_warps, "num_stages": num_stages})
@@ -321,7 +346,9 @@ def tile_sizes(
     Hopper's asynchronous tensor cores need at least 64 rows; more are used only for narrow rows, and fewer only if 64
     do not fit into the GPU's shared memory. Fewer rows are limited by memory, so two programs should share a
     multiprocessor. Every two stages after the first keep one more tile in flight: block numbers take every other stage,
-    because addresses depend on them. Chosen by ptxas' registers and shared memory; not tuned on a GPU yet.
+    because addresses depend on them. Tiles of 64 positions take fewer instructions and fewer reads of the queries from
+    shared memory per position than tiles of 32, also where they spill. Chosen from benchmarks/gpu_static.json; not
+    tuned on a GPU yet.
     """
     row_bytes = (keys if v_in_k else keys + values) * itemsize
     # Two programs, and what CUDA reserves for them, share a multiprocessor's memory.
@@ -329,7 +356,8 @@ def tile_sizes(
     if itemsize == 4:
         # For parity only: exact products have no tensor core.
         return (16, 16, 4, 2) if 16 * (keys * itemsize + row_bytes) <= whole else None
-    BLOCK_M = min(64, max(16, triton.next_power_of_2(rows)))
+    # Few classes, because each is compiled: decoding, and everything else.
+    BLOCK_M = 16 if rows <= 16 else 64
     if rows >= 512 and max(keys, values) <= 128:
         BLOCK_M = 128
     while BLOCK_M >= 16:
@@ -352,7 +380,7 @@ def tile_sizes(
 
 @functools.lru_cache(maxsize=4096)
 def choose_splits(programs: int, most: int, room: int) -> int:
-    """Return the fewest splits, at most `most`, with at least 90 % of the best occupancy.
+    """Return the fewest splits, at most `most` and MOST_SPLITS, with at least 90 % of the best occupancy.
 
     `room` programs run at a time, in waves; occupancy is how full the waves are.
     """
@@ -360,7 +388,7 @@ def choose_splits(programs: int, most: int, room: int) -> int:
     def fill(splits: int) -> float:
         return programs * splits / (triton.cdiv(programs * splits, room) * room)
 
-    candidates = range(1, max(1, min(most, 128)) + 1)
+    candidates = range(1, max(1, min(most, MOST_SPLITS)) + 1)
     best = max(map(fill, candidates))
     return next(splits for splits in candidates if fill(splits) >= 0.9 * best)
 
@@ -374,14 +402,26 @@ def attend(
 
 def run(launch: Launch) -> tuple[Tensor, Tensor]:
     """Run the kernel and merge its splits: out [N, H, V] and lse [N, H]."""
-    q_NHD, out, lse = (launch.arguments[name] for name in ("q", "out", "lse"))
-    N, H, splits, V = out.shape
+    out, parts, lse = (launch.arguments[name] for name in ("out", "parts", "lse"))
+    N, H, splits = lse.shape
     if not N:
-        return out[:, :, 0], lse[..., 0]
-    with torch.cuda.device_of(q_NHD):
+        return out, lse[..., 0]
+    with torch.cuda.device_of(out):
         attend_kernel[launch.grid](**launch.arguments, **launch.options)
         if splits == 1:
-            return out[:, :, 0], lse[..., 0]
-        merged, merged_lse = q_NHD.new_empty(N, H, V), lse.new_empty(N, H)
-        merge_kernel[(N * H,)](out, lse, merged, merged_lse, splits, V=V, SIZE=triton.next_power_of_2(V), num_warps=4)
-    return merged, merged_lse
+            return out, lse[..., 0]
+        merged_lse = lse.new_empty(N, H)
+        grid, arguments = merge_launch(parts, lse, out, merged_lse)
+        merge_kernel[grid](**arguments, num_warps=4)
+    return out, merged_lse
+
+
+def merge_launch(parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid and the arguments of a merge."""
+    (N, H, splits), V = lses.shape, out.shape[-1]
+    block = min(128, triton.next_power_of_2(V))
+    arguments = {
+        "parts": parts, "lses": lses, "out": out, "lse": lse, "splits": splits, "V": V, "BLOCK_V": block,
+        "MOST": MOST_SPLITS, "BLOCK_S": 16,
+    }  # fmt: skip
+    return (N * H, triton.cdiv(V, block)), arguments

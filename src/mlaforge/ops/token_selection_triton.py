@@ -22,7 +22,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import on_device
 
 # Tokens per program, and per tile of logits.
-STRETCH, BLOCK_N = 1024, 64
+STRETCH, BLOCK_N = 256, 64
 
 
 @triton.jit
@@ -35,10 +35,16 @@ def _logits(
     stored by 16 tokens, element by element, with any strides."""
     h, i, t = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I), start + tl.arange(0, BLOCK_N)
     live = t < length
-    block = tl.load(blocks + t // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-    slot = block * BLOCK_SIZE + t % BLOCK_SIZE
-    at = slot // 16 * key_tile + slot % 16 * key_token
-    key_tile = tl.load(keys + at[None, :] + i[:, None] * key_number, mask=live[None, :] & (i < WIDTH)[:, None], other=0)
+    # By tiles of 16 tokens, whose keys lie side by side: loads of 16 bytes.
+    tile = start // 16 + tl.arange(0, BLOCK_N // 16)
+    started = tile * 16 < length
+    block = tl.load(blocks + tile // (BLOCK_SIZE // 16), mask=started, other=0).to(tl.int64)
+    at = (block * (BLOCK_SIZE // 16) + tile % (BLOCK_SIZE // 16)) * key_tile
+    key_tiles = tl.load(
+        keys + at[:, None, None] + i[None, :, None] * key_number + tl.arange(0, 16)[None, None, :] * key_token,
+        mask=started[:, None, None] & (i < WIDTH)[None, :, None], other=0,
+    )  # fmt: skip
+    key_tile = tl.permute(key_tiles, (1, 0, 2)).reshape(BLOCK_I, BLOCK_N)
     query_tile = tl.load(
         queries + h[:, None] * WIDTH + i[None, :], mask=(h < HEADS)[:, None] & (i < WIDTH)[None, :], other=0.0
     )
@@ -47,7 +53,7 @@ def _logits(
     return tl.where(live[None, :] & (h < HEADS)[:, None], logits, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["table", "seq_lens"])
 def lse_kernel(
     queries, keys, table, seq_lens, out, table_row, key_tile, key_number, key_token,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
@@ -72,7 +78,10 @@ def lse_kernel(
     tl.store(out + (s * tl.num_programs(1) + part) * HEADS + h, lse, mask=h < HEADS)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_row", "width", "sink", "window", "stride"],
+    do_not_specialize_on_alignment=["table", "seq_lens"],
+)
 def score_kernel(
     queries, keys, table, seq_lens, lse, out, table_row, key_tile, key_number, key_token,
     width, sink, window, stride,

@@ -1,0 +1,75 @@
+"""Table of the compiled Triton kernels, without a GPU: registers, spills, shared memory and instructions by capability.
+
+`python -m mlaforge.gpu_verification.static --out FILE.json` compiles every launch of kernel_launches.py for every
+capability, one process per core. A row's `source` and `constants` identify what was compiled, so that a test can tell
+an outdated table without compiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import inspect
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import triton
+
+from mlaforge.bench import machine
+from mlaforge.gpu_verification.compilation import MULTIPROCESSORS, compile_in_subprocess, gpu_of
+from mlaforge.gpu_verification.kernel_launches import LAUNCHES
+from mlaforge.runtime import log
+
+
+def source_hash(module: ModuleType) -> str:
+    """Return a hash of a module's kernels: their code without comments and docstrings."""
+    kernels = []
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(part) for part in node.decorator_list):
+            if ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+            kernels.append(ast.unparse(node))
+    return hashlib.sha256("\n".join(kernels).encode()).hexdigest()[:16]
+
+
+def identity(name: str, capability: int) -> dict[str, Any]:
+    """Return what determines a compiled launch: the hash of its source, its numbers and options."""
+    launch = LAUNCHES[name](gpu_of(capability))
+    module = sys.modules[launch.kernel.fn.__module__]
+    constants = {key: value for key, value in launch.arguments.items() if key.isupper() or key[-1].isdigit()}
+    return {"source": source_hash(module), "constants": {**constants, **launch.options}}
+
+
+def row(name: str, capability: int) -> dict[str, Any]:
+    """Compile a launch for a capability. Raises RuntimeError if that fails."""
+    record = compile_in_subprocess(name, capability)
+    if "error" in record:
+        raise RuntimeError(f"{name}, sm_{capability}: {record['error']}")
+    log(f"sm_{capability} {name}: {record['registers']} registers, {record['spilled']} bytes spilled")
+    fields = ("name", "capability", "kernel", "registers", "spilled", "shared", "instructions", "loop")
+    return {**{field: record[field] for field in fields}, **identity(name, capability)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu_static.json"))
+    out = parser.parse_args().out
+    launches = [(name, capability) for capability in MULTIPROCESSORS for name in LAUNCHES if compiles(name, capability)]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        rows = list(pool.map(lambda launch: row(*launch), launches))
+    command = "python -m mlaforge.gpu_verification.static"
+    machine.write(out, {"command": command, "triton": triton.__version__, "rows": rows})
+
+
+def compiles(name: str, capability: int) -> bool:
+    """Whether a GPU of this capability can run a launch: fp8 rows need 8.9."""
+    return "fp8" not in name or capability >= 89
+
+
+if __name__ == "__main__":
+    main()
