@@ -3,8 +3,8 @@
     python benchmarks/default_quality.py --data ../shared/data [--seeds 0 1 2] [--scratch FOLDER]
 
 SmolLM2-135M-Instruct, converted with no option but the seed: coded rows at 4 bits, an index that reads 1,024 tokens,
-no calibration text given. fp32 in transformers. At 2,048 tokens (`mlaforge eval --teacher`: 16 windows of WikiText-2's
-test text, 8 of held-out Python) every token reads a selection. At 8,192 tokens the documents, prompts and key tokens
+no calibration text given. fp32 in transformers. At 2,048 tokens (`mlaforge eval --teacher`: 8 windows of WikiText-2's
+test text, 4 of held-out Python) every token reads a selection. At 8,192 tokens the documents, prompts and key tokens
 are those of benchmarks/sparsity.py. One text per document ends with copies of four segments, another with four
 questions for numbers, both inserted 1K to 7K tokens before (benchmarks/sparsity_probes.py): the loss in nats per copied
 token, and how many numbers are the most likely continuation, digit by digit, as in greedy decoding. --scratch keeps the
@@ -36,7 +36,7 @@ from mlaforge.evaluation import perplexity
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.rendering.table import markdown_table
 
-SHORT_TEXTS = {"wiki": 16, "code": 8}
+SHORT_TEXTS = {"wiki": 8, "code": 4}
 QUESTIONS = 4
 # Largest allowed mean over the seeds of every figure in `figures`.
 BARS = {
@@ -111,7 +111,8 @@ def main() -> None:
             names = ("ratio", "log_ratio_stderr", "kl", "kl_p99", "top1")
             results.add({**row, **{name: metrics[name] for name in names}})
         # `windows` refuses a document that shares text with a conversion's calibration.
-        documents = [windows(SourceModel.open(path), options.data) for path in models.values()][-1]
+        conversions = [path for path in models.values() if path != original]
+        documents = [windows(SourceModel.open(path), options.data) for path in conversions][-1]
         others = [*documents.values()][1:] + [*documents.values()][:1]
         for model_name, path in models.items():
             model = None

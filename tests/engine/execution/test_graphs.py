@@ -19,12 +19,14 @@ from mlaforge.engine.cache.kv_cache import Cache
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
-from mlaforge.engine.execution.bucket import MAX_QUERIES, Bucket, bucket_of, fill, padded
+from mlaforge.engine.execution.bucket import QUERIES, Bucket, bucket_of, fill, padded
 from mlaforge.engine.execution.graphs import Graphs
 from mlaforge.engine.sampling.params import SamplingParams
+from support.drafters import Knowing
 from support.eagle3_heads import saved
 from support.paged_steps import need_interpreter
 from support.simulated_cuda import FakeCapture
+from support.speculating import speculate
 from support.tiny_models import save_packed
 
 CPU = torch.device("cpu")
@@ -106,7 +108,7 @@ def batch_of(*parts: tuple[int, int], windows: tuple[int | None, ...] = (None, 6
     return make_batch(chunks, tables, CPU)
 
 
-@pytest.mark.parametrize("parts", [[(5, 1), (9, 2)], [(20, MAX_QUERIES + 1)], [(5, 1)] * 5])
+@pytest.mark.parametrize("parts", [[(20, QUERIES[-1] + 1)], [(20, 1), (20, QUERIES[-1] + 1)], [(5, 1)] * 5])
 def test_batches_without_a_bucket(parts):
     assert Bucket.of(batch_of(*parts), max_sequences=4) is None
 
@@ -122,24 +124,32 @@ def test_a_bucket_holds_every_length_up_to_the_next_power_of_two():
     assert {bucket(length) for length in (257, 511, 512)} == {long}
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 3), st.sampled_from([1, 4, 16]))
-def test_padding_rows_see_nothing_and_write_to_scratch(lengths, T, block_size):
-    batch = batch_of(*((length + T - 1, T) for length in lengths), block_size=block_size)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=1, max_size=9), st.sampled_from([1, 4, 16])
+)  # fmt: skip
+def test_padding_rows_read_cached_rows_at_most_and_write_to_scratch(parts, block_size):
+    batch = batch_of(*((length + count - 1, count) for length, count in parts), block_size=block_size)
     bucket, scratch = Bucket.of(batch, 64), (BLOCKS, BLOCKS)
     assert bucket is not None
-    static = padded(batch, bucket, scratch)
+    T, counts = bucket.queries, [count for _, count in parts]
+    assert min(most for most in QUERIES if most >= max(counts)) == T
+    static, rows = padded(batch, bucket, scratch), bucket.rows(batch)
     # The former content of the buffers does not matter.
     for tensor in (static.token_ids_N, static.positions_N, static.views[0].seq_lens_S):
         tensor.fill_(7)
     for view in static.views:
         for tensor in (view.block_table_SB, view.first_S, view.slots_N):
             tensor.fill_(7)
-    fill(static, batch, scratch)
-    S, N = len(lengths), len(lengths) * T
-    assert torch.equal(static.token_ids_N[:N], batch.token_ids_N)
-    assert torch.equal(static.positions_N[:N], batch.positions_N)
-    assert torch.equal(static.last_S[:S], batch.last_S)
+    fill(static, batch, rows, scratch)
+    S = len(parts)
+    assert torch.equal(static.token_ids_N[rows], batch.token_ids_N)
+    assert torch.equal(static.positions_N[rows], batch.positions_N)
     assert len(static.token_ids_N) == len(static.positions_N) == bucket.sequences * T
+    # A sequence's tokens are its last rows, so that they are at the same positions of the same length.
+    last = torch.arange(bucket.sequences * T).view(-1, T)
+    expected = torch.cat([last[s, T - count :] for s, count in enumerate(counts)])
+    assert torch.equal(torch.arange(bucket.sequences * T)[rows], expected)
+    padding = torch.ones(bucket.sequences * T, dtype=torch.bool).index_fill(0, expected, False)
     for view, before in zip(static.views, batch.views, strict=True):
         assert (view.block_size, view.window, view.max_query) == (before.block_size, before.window, T)
         assert view.max_seq_len == bucket.longest >= before.max_seq_len
@@ -147,10 +157,10 @@ def test_padding_rows_see_nothing_and_write_to_scratch(lengths, T, block_size):
         assert torch.equal(view.block_table_SB[:S, :width], before.block_table_SB)
         assert torch.equal(view.seq_lens_S[:S], before.seq_lens_S) and not view.seq_lens_S[S:].any()
         assert torch.equal(view.first_S[:S], before.first_S)
-        assert torch.equal(view.slots_N[:N], before.slots_N)
+        assert torch.equal(view.slots_N[rows], before.slots_N)
         assert view.query_start_S1.tolist() == [T * s for s in range(bucket.sequences + 1)]
         # The scratch block: pools of BLOCKS blocks do not have it.
-        assert (view.slots_N[N:] == BLOCKS * block_size).all()
+        assert (view.slots_N[padding] == BLOCKS * block_size).all()
         assert before.slots_N.max() < BLOCKS * block_size
 
 
@@ -165,13 +175,13 @@ SLOW = () if torch.cuda.is_available() else pytest.mark.slow
      pytest.param("packed", "triton", marks=SLOW)],
 )  # fmt: skip
 def test_padded_step_equals_the_step(models, name, op, monkeypatch):
-    """For every uniform step of a run, with NaN in every row that was not written: the same hidden states, and the same
-    cache except for one slot of the scratch block."""
+    """For every step of a run that has a bucket, with NaN in every row that was not written: the same hidden states,
+    and the same cache except for one slot of the scratch block."""
     if op == "triton":
         need_interpreter()
     monkeypatch.setenv("MLAFORGE_OPS", f"paged_attention={op},mxfp4_experts={op}")
     engine = make_engine(models[name])
-    cache, eager, met = engine.cache, engine.runner.eager, set()
+    cache, eager, met, ragged = engine.cache, engine.runner.eager, set(), []
     for rows in cache.tensors:
         rows.fill_(torch.nan)
 
@@ -183,12 +193,13 @@ def test_padded_step_equals_the_step(models, name, op, monkeypatch):
         if bucket is None or (bucket.prompts and name == "latent_rope"):
             return want_NC
         met.add((bucket.queries, bucket.sequences > len(batch.last_S)))
+        ragged.append(len(set(batch.views[0].queries)) > 1)
         wrote = [rows.clone() for rows in cache.tensors]
         for rows, old in zip(cache.tensors, before, strict=True):
             rows.copy_(old)
         got_NC = eager(padded(batch, bucket, cache.scratch))
         # A product of more rows may sum in another order: an expert's here, any on another machine.
-        torch.testing.assert_close(got_NC[: len(want_NC)], want_NC, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got_NC[bucket.rows(batch)], want_NC, rtol=1e-4, atol=1e-5)
         for rows, want, layer in zip(cache.tensors, wrote, cache.layers, strict=True):
             scratch_slot = cache.scratch[layer.group] * cache.block_size
             torch.testing.assert_close(rows[:scratch_slot], want[:scratch_slot], rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -202,6 +213,12 @@ def test_padded_step_equals_the_step(models, name, op, monkeypatch):
     else:
         tokens(engine, prompts_of(*[5] * 6), 9)
         tokens(engine, prompts_of(*range(20, 38, 3)), 9)
+        # Drafts of different lengths, also of texts shorter than the bucket.
+        prompts = prompts_of(2, 3, 5)
+        answers = tokens(engine, prompts, 14)
+        speculate(engine, Knowing([p + answers[str(i)] for i, p in enumerate(prompts)], 0.7), count=8)
+        assert tokens(engine, prompts, 14) == answers
+        assert name == "latent_rope" or any(ragged)
     # One query token per sequence and several, with padding rows.
     assert met >= {(1, True)} | ({(5, True)} if name != "latent_rope" else set())
 
@@ -255,13 +272,17 @@ def test_captures_once_per_bucket_and_copies_inputs():
     for _ in range(2):
         # A batch that cannot be captured is checked once, one without a bucket never.
         assert graphs(batch_of((9, 3))) is None
-        assert graphs(batch_of((9, 1), (9, 2))) is None
+        assert graphs(batch_of((9, 1), (9, 3))) is None
         assert graphs(batch_of(*[(9, 1)] * 13)) is None
-    assert (len(checked), capture.captures) == (3, captures)
+    assert (len(checked), capture.captures) == (4, captures)
+    # The rows of a batch with different numbers of query tokens come out in its order.
+    uneven = batch_of((9, 2), (5, 1))
+    assert torch.equal(graphs(uneven)[:, 0], uneven.token_ids_N)
+    assert (len(checked), capture.captures) == (4, captures)
     # A graph belongs to one state; a former state finds its graph again.
     for state in ("other", None, "other"):
         assert torch.equal(graphs(batch, state)[:, 0], batch.token_ids_N)
-    assert (len(checked), capture.captures, graphs.captured.count(Bucket(2, 2, 256, (64, 4)))) == (4, captures + 1, 2)
+    assert (len(checked), capture.captures, graphs.captured.count(Bucket(2, 2, 256, (64, 4)))) == (5, captures + 1, 2)
 
 
 @pytest.mark.usefixtures("roomy")
@@ -302,7 +323,7 @@ def test_decoding_waits_only_for_its_tokens(models, name):
     for index, prompt in enumerate(prompts_of(*LENGTHS[:3])):
         engine.add(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
     # The prompts, and the capture of the bucket that all later steps have.
-    while not engine.runner.graphs.captured:
+    while all(bucket.prompts for bucket in engine.runner.graphs.captured):
         engine.step()
     captured = list(engine.runner.graphs.captured)
     with count_host_waits(engine.device) as waits:

@@ -1,7 +1,8 @@
 """Shapes that CUDA graphs are captured for, and padding of a step's batch to such a shape.
 
-Padding rows belong to no sequence. They see nothing (their length is 0) and write to the scratch block of each cache
-group, which no pool allocates and no other table names, so that no query reads it.
+Padding rows write to the scratch block of each cache group, which no pool allocates and no other table names, so that
+no query reads it. A sequence with fewer query tokens than the bucket has padding rows before them, which see cached
+rows at most; padding sequences see nothing (their length is 0).
 
 Legend: S sequences, T query tokens of each, N = S * T, B columns of a block table.
 """
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.runtime import on_device
 
-# Most query tokens per sequence of a captured step: decoding and verification need fewer. Arithmetic limits steps with
-# more, so that the host is ahead of the device without a graph.
-MAX_QUERIES = 8
+# Query tokens per sequence of captured steps: decoding, and verification of up to 8 drafts. Arithmetic limits steps
+# with more, so that the host is ahead of the device without a graph.
+QUERIES = (1, 2, 3, 4, 5, 9)
 # Lengths up to here share a graph.
 MIN_LENGTH = 256
 
@@ -45,15 +47,24 @@ class Bucket:
     @classmethod
     def of(cls, batch: Batch, max_sequences: int) -> Bucket | None:
         """Return the bucket of a batch. None where it has more than `max_sequences` sequences, prompts beside other
-        sequences, different numbers of query tokens per sequence, too many of these, or a tree."""
+        sequences, too many query tokens of a sequence, or a tree."""
         queries, prompts = batch.views[0].queries, batch.views[0].prompts
         if batch.views[0].tree_Tn is not None or len(set(prompts)) > 1:
             return None
-        if len(queries) > max_sequences or queries[0] > MAX_QUERIES or len(set(queries)) > 1:
+        if len(queries) > max_sequences or max(queries) > QUERIES[-1]:
             return None
         longest = max(MIN_LENGTH, 1 << (batch.views[0].max_seq_len - 1).bit_length())
         columns = tuple(_columns(view, longest) for view in batch.views)
-        return cls(bucket_of(len(queries), max_sequences), queries[0], longest, columns, prompts[0])
+        most = next(count for count in QUERIES if count >= max(queries))
+        return cls(bucket_of(len(queries), max_sequences), most, longest, columns, prompts[0])
+
+    def rows(self, batch: Batch) -> Tensor | slice:
+        """Return the rows of a batch's tokens in a batch of this shape: the last ones of each sequence."""
+        queries, T = batch.views[0].queries, self.queries
+        if all(count == T for count in queries):
+            return slice(len(queries) * T)
+        rows = [row for s, count in enumerate(queries) for row in range((s + 1) * T - count, (s + 1) * T)]
+        return on_device(rows, torch.int64, batch.token_ids_N.device)
 
 
 def _columns(view: CacheView, longest: int) -> int:
@@ -95,17 +106,17 @@ def blank(bucket: Bucket, like: Batch) -> Batch:
     return Batch(ids, positions, torch.arange(T - 1, S * T, T, device=device), views)
 
 
-def fill(static: Batch, batch: Batch, scratch: Sequence[int]) -> None:
-    """Overwrite `static`, a batch from `blank`, with `batch`, followed by padding rows. `scratch` is the scratch block
-    of every cache group."""
-    _copy_padded(static.token_ids_N, batch.token_ids_N, 0)
-    _copy_padded(static.positions_N, batch.positions_N, 0)
+def fill(static: Batch, batch: Batch, rows: Tensor | slice, scratch: Sequence[int]) -> None:
+    """Overwrite `static`, a batch from `blank`, with `batch` and padding. `rows`: of the tokens (Bucket.rows);
+    `scratch`: the scratch block of every cache group."""
+    _copy_to(static.token_ids_N, rows, batch.token_ids_N, 0)
+    _copy_to(static.positions_N, rows, batch.positions_N, 0)
     # All groups share one tensor, as in make_batch.
     _copy_padded(static.views[0].seq_lens_S, batch.views[0].seq_lens_S, 0)
     for target, view, block in zip(static.views, batch.views, scratch, strict=True):
         _copy_padded(target.block_table_SB, view.block_table_SB, block)
         _copy_padded(target.first_S, view.first_S, 0)
-        _copy_padded(target.slots_N, view.slots_N, block * view.block_size)
+        _copy_to(target.slots_N, rows, view.slots_N, block * view.block_size)
 
 
 def _copy_padded(target: Tensor, source: Tensor, padding: int) -> None:
@@ -114,8 +125,17 @@ def _copy_padded(target: Tensor, source: Tensor, padding: int) -> None:
     target[tuple(map(slice, source.shape))].copy_(source)
 
 
+def _copy_to(target: Tensor, rows: Tensor | slice, source: Tensor, padding: int) -> None:
+    if target.shape != source.shape:
+        target.fill_(padding)
+    if isinstance(rows, slice):
+        target[rows].copy_(source)
+    else:
+        target.index_copy_(0, rows, source)
+
+
 def padded(batch: Batch, bucket: Bucket, scratch: Sequence[int]) -> Batch:
-    """Return `batch` padded to the shape of its bucket: the first rows compute and write what they do in `batch`."""
+    """Return `batch` padded to the shape of its bucket: its tokens' rows compute and write what they do in `batch`."""
     static = blank(bucket, batch)
-    fill(static, batch, scratch)
+    fill(static, batch, bucket.rows(batch), scratch)
     return static

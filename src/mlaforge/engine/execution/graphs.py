@@ -1,5 +1,5 @@
-"""CUDA graphs of uniform steps, captured at the first use of a bucket with a state of the model. Not measured on a GPU
-yet (docs/ops.md)."""
+"""CUDA graphs of steps with few query tokens per sequence, captured at the first use of a bucket with a state of the
+model. Not measured on a GPU yet (docs/ops.md)."""
 
 from __future__ import annotations
 
@@ -81,13 +81,14 @@ class Graphs:
         graph = self._graphs[key]
         if graph is None:
             return None
-        fill(graph.static, batch, self._scratch)
+        rows = bucket.rows(batch)
+        fill(graph.static, batch, rows, self._scratch)
         graph.replay()
-        return graph.out_NC[: len(batch.token_ids_N)]
+        return graph.out_NC[rows] if isinstance(rows, slice) else graph.out_NC.index_select(0, rows)
 
     def _capture_graph(self, bucket: Bucket, batch: Batch) -> _Graph:
         static = blank(bucket, batch)
         # The run before the capture computes this step.
-        fill(static, batch, self._scratch)
+        fill(static, batch, bucket.rows(batch), self._scratch)
         replay, out_NC = self.capture(lambda: self._run(static))
         return _Graph(static, replay, out_NC)

@@ -1,4 +1,5 @@
-"""Runs the model on a batch. On CUDA uniform steps run as graphs, captured per bucket (engine/execution/graphs.py)."""
+"""Runs the model on a batch. On CUDA, steps with few query tokens per sequence run as graphs, captured per bucket
+(engine/execution/graphs.py)."""
 
 from __future__ import annotations
 
