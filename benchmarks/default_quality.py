@@ -1,19 +1,20 @@
-"""Quality of `convert`'s default output against the dense original: perplexity, copying, needles, for several seeds.
+"""Quality of `convert`'s default output against the dense original: perplexity and retrieval, for several seeds.
 
-    python benchmarks/default_quality.py --data ../shared/data [--seeds 0 1 2] [--scratch FOLDER]
+    python benchmarks/default_quality.py --data ../shared/data [--seeds 0 1 2] [--probes] [--scratch FOLDER]
 
 SmolLM2-135M-Instruct, converted with no option but the seed: coded rows at 4 bits, an index that reads 1,024 tokens,
 no calibration text given. fp32 in transformers. At 2,048 tokens (`mlaforge eval --teacher`: 8 windows of WikiText-2's
-test text, 4 of held-out Python) every token reads a selection. At 8,192 tokens the documents, prompts and key tokens
-are those of benchmarks/sparsity.py. One text per document ends with copies of four segments, another with four
-questions for numbers, both inserted 1K to 7K tokens before (benchmarks/sparsity_probes.py): the loss in nats per copied
-token, and how many numbers are the most likely continuation, digit by digit, as in greedy decoding. --scratch keeps the
-conversions for another run.
+test text, 4 of held-out Python) every token reads a selection. At 8,192 tokens documents, prompts and key tokens are
+those of benchmarks/sparsity.py, and the original's losses those of benchmarks/sparsity.json. --probes adds two texts
+per document: one ends with copies of four segments, the other with four questions for numbers, both inserted 1K to 7K
+tokens before (benchmarks/sparsity_probes.py): the loss in nats per copied token, and how many numbers are the most
+likely continuation, digit by digit, as in greedy decoding. --scratch keeps the conversions for another run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import random
 import statistics
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 from rows import Results, command, evaluation_texts, parser, wikitext
-from sparsity import PROMPT, key_tokens, read, select, windows
+from sparsity import PROMPT, read, select, windows
 from sparsity_probes import needles, segments
 from torch import Tensor
 
@@ -66,21 +67,17 @@ def retrieved(model: Any, text: Tensor, past: Any, answers: list[list[int]], spa
     return sum(all(best[at - first] == text[at] for at in answer) for answer in answers)
 
 
-def measure(
-    model: Any, tokenizer: Any, name: str, ids: Tensor, other: Tensor, sparse: bool
-) -> tuple[Tensor, dict[str, Any]]:
-    """Losses of the evaluated tokens of one document, and the results of both probes."""
-    past = read(model, ids[: PROMPT + 1], None, sparse=False)[1]
-    losses = read(model, ids, past, sparse=sparse)[0]
+def probe(model: Any, tokenizer: Any, name: str, ids: Tensor, other: Tensor, sparse: bool) -> dict[str, Any]:
+    """Results of both probes in one document."""
     text, copied, prompt = segments(tokenizer, ids, other, random.Random(name))
     past = read(model, text[: prompt + 1], None, sparse=False)[1]
-    copy_losses = read(model, text, past, sparse=sparse)[0]
+    losses = read(model, text, past, sparse=sparse)[0]
     text, digits, prompt = needles(tokenizer, ids, other, random.Random(name), QUESTIONS)
     past = read(model, text[: prompt + 1], None, sparse=False)[1]
     answers = runs(digits)
     assert len(answers) == QUESTIONS
-    return losses, {
-        "copy": float(copy_losses[torch.tensor(copied) - prompt - 1].mean()),
+    return {
+        "copy": float(losses[torch.tensor(copied) - prompt - 1].mean()),
         "retrieved": retrieved(model, text, past, answers, sparse),
     }
 
@@ -88,10 +85,12 @@ def measure(
 def main() -> None:
     arguments = parser(__doc__, "benchmarks/default_quality.json")
     arguments.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    arguments.add_argument("--probes", action="store_true", help="copies and needles too, which take longest")
     arguments.add_argument("--scratch", type=Path, help="folder of the conversions")
     options = arguments.parse_args()
     original = demo_model.fetch()
-    results = Results(options.out, [], resume=True, command=command())
+    results = Results(options.out, [], resume=True)
+    results.body["command"] = command()
     with contextlib.ExitStack() as stack:
         scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.out.parent)))
         scratch.mkdir(parents=True, exist_ok=True)
@@ -99,10 +98,10 @@ def main() -> None:
         for seed in options.seeds:
             models[f"seed {seed}"] = scratch / f"default-seed-{seed}"
             convert.run(str(original), models[f"seed {seed}"], ConvertConfig(seed=seed, eval_windows=0))
-        tokenizer = SourceModel.open(original).tokenizer
+        tokenizer, dense = SourceModel.open(original).tokenizer, dense_rows()
         evaluation_texts(tokenizer, options.data, SHORT_TEXTS, 2048, scratch)
         texts = {"wiki": wikitext(options.data)[1], "code": str(scratch / "code.txt")}
-        short = [{"model": name, "text": text} for name in models if name != "original" for text in texts]
+        short = [{"model": name, "text": text, "kind": "2K"} for name in models if name != "original" for text in texts]
         for row in results.missing(short):
             config = EvalConfig(
                 text=texts[row["text"]], windows=SHORT_TEXTS[row["text"]], dtype="float32", teacher=str(original)
@@ -111,54 +110,72 @@ def main() -> None:
             names = ("ratio", "log_ratio_stderr", "kl", "kl_p99", "top1")
             results.add({**row, **{name: metrics[name] for name in names}})
         # `windows` refuses a document that shares text with a conversion's calibration.
-        conversions = [path for path in models.values() if path != original]
-        documents = [windows(SourceModel.open(path), options.data) for path in conversions][-1]
+        conversions = {name: path for name, path in models.items() if name != "original"}
+        documents = [windows(SourceModel.open(path), options.data) for path in conversions.values()][-1]
         others = [*documents.values()][1:] + [*documents.values()][:1]
         for model_name, path in models.items():
-            model = None
-            for (name, ids), other in zip(documents.items(), others, strict=True):
-                for row in results.missing([{"model": model_name, "text": name}]):
-                    model = model or load_model(SourceModel.open(path), "float32")
-                    losses, probes = measure(model, tokenizer, name, ids, other, sparse=model_name != "original")
-                    if model_name == "original":
-                        row["key"] = key = key_tokens(model, ids, losses)
-                    else:
-                        key = document(results.rows, "original", name)["key"]
+            model, sparse = None, model_name != "original"
+            kinds = ["losses"] * sparse + ["probes"] * options.probes
+            keys = ({"model": model_name, "text": name, "kind": kind} for kind in kinds for name in documents)
+            for row in results.missing(keys):
+                name, ids = row["text"], documents[row["text"]]
+                model = model or load_model(SourceModel.open(path), "float32")
+                if row["kind"] == "losses":
+                    past = read(model, ids[: PROMPT + 1], None, sparse=False)[1]
+                    losses = read(model, ids, past, sparse=sparse)[0]
                     means = [float(part.mean()) for part in losses.split(1024)]
-                    results.add({**row, "losses": means, "key_loss": float(losses[key].mean()), **probes})
+                    results.add({**row, "losses": means, "key_loss": float(losses[dense[name]["key"]].mean())})
+                else:
+                    other = others[[*documents].index(name)]
+                    results.add({**row, **probe(model, tokenizer, name, ids, other, sparse)})
     print(table(results.rows))
 
 
-def document(rows: list[dict[str, Any]], model: str, text: str) -> dict[str, Any]:
-    return next(row for row in rows if (row["model"], row["text"]) == (model, text))
+def dense_rows() -> dict[str, dict[str, Any]]:
+    """The dense original's row of every document in benchmarks/sparsity.json."""
+    rows = json.loads((Path(__file__).parent / "sparsity.json").read_text(encoding="utf-8"))["rows"]
+    return {row["text"]: row for row in rows if (row["form"], row["selector"]) == ("original", "dense")}
 
 
 def figures(rows: list[dict[str, Any]], model: str) -> dict[str, float]:
     """Figures of one conversion, perplexities over the original's."""
-    exact = [row for row in rows if row["model"] == "original"]
-    pairs = [(document(rows, model, row["text"]), row) for row in exact]
-    differences = [statistics.fmean(row["losses"]) - statistics.fmean(dense["losses"]) for row, dense in pairs]
+
+    def by_text(kind: str, of: str = model) -> dict[str, dict[str, Any]]:
+        return {row["text"]: row for row in rows if (row["model"], row["kind"]) == (of, kind)}
+
+    short, long, exact = by_text("2K"), by_text("losses"), dense_rows()
+    differences = [
+        statistics.fmean(row["losses"]) - statistics.fmean(exact[text]["losses"]) for text, row in long.items()
+    ]
     # All key tokens have equal weights.
-    lost = [(len(dense["key"]), row["key_loss"] - dense["key_loss"]) for row, dense in pairs if dense["key"]]
-    return {
-        "wiki 2K": document(rows, model, "wiki")["ratio"],
-        "code 2K": document(rows, model, "code")["ratio"],
+    lost = [
+        (len(exact[text]["key"]), row["key_loss"] - exact[text]["key_loss"])
+        for text, row in long.items() if exact[text]["key"]
+    ]  # fmt: skip
+    found = {
+        "wiki 2K": short["wiki"]["ratio"],
+        "code 2K": short["code"]["ratio"],
         "8K": math.exp(statistics.fmean(differences)),
         "8K, worst": math.exp(max(differences)),
         "key tokens": math.exp(sum(n * x for n, x in lost) / sum(n for n, _ in lost)),
-        "copy, nats": statistics.fmean(row["copy"] - dense["copy"] for row, dense in pairs),
-        "needles lost": sum(dense["retrieved"] - row["retrieved"] for row, dense in pairs),
     }
+    ours, theirs = by_text("probes"), by_text("probes", "original")
+    if ours:
+        found["copy, nats"] = statistics.fmean(row["copy"] - theirs[text]["copy"] for text, row in ours.items())
+        found["needles lost"] = sum(theirs[text]["retrieved"] - row["retrieved"] for text, row in ours.items())
+    return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown table of docs/results.md: every conversion, their mean, and the bars."""
+    """Markdown table: every conversion, their mean, and the bars."""
     names = dict.fromkeys(row["model"] for row in rows if row["model"] != "original")
     by_model = {name: figures(rows, name) for name in names}
-    by_model["mean"] = {name: statistics.fmean(f[name] for f in by_model.values()) for name in BARS}
+    heads = [name for name in BARS if all(name in found for found in by_model.values())]
+    by_model["mean"] = {name: statistics.fmean(found[name] for found in by_model.values()) for name in heads}
     by_model["bar"] = BARS
-    lines = [["", *BARS], *([name, *(f"{f[k]:.4g}" for k in BARS)] for name, f in by_model.items())]
-    return markdown_table(lines)
+    return markdown_table(
+        [["", *heads], *([name, *(f"{row[k]:.4g}" for k in heads)] for name, row in by_model.items())]
+    )
 
 
 if __name__ == "__main__":

@@ -239,7 +239,9 @@ def serve(model: Model, config: ServeConfig) -> None:
         files.require(SourceModel.open(model).path)
         if config.speculative not in ("none", "ngram"):
             files.require(Path(config.speculative))
-    server.run(Engine(model, config), config)
+    engine = Engine(model, config)
+    engine.warm_up()
+    server.run(engine, config)
 
 
 @verb(MakeGptOssConfig)

@@ -139,17 +139,10 @@ class Engine:
 
     def _load(self, model: EngineModel) -> None:
         """Load the model's weights, with its attention on this engine's cache."""
-        layers, specs = self._layers, model.spec.layers
-        model.load(
-            lambda index, attention: make_paged_attention(
-                attention,
-                layers[index].kind,
-                layers[index].group,
-                self.cache.rows[index],
-                specs[index].sinks,
-                model.format,
-            )
-        )
+        layers, rows, specs = self._layers, self.cache.rows, model.spec.layers
+        model.load(lambda index, attention: make_paged_attention(
+            attention, layers[index].kind, layers[index].group, rows[index], specs[index].sinks, model.format
+        ))  # fmt: skip
 
     def _read_head(self, spec: ModelSpec) -> Eagle3Head:
         directory = Path(self.config.speculative)
@@ -244,6 +237,21 @@ class Engine:
         if self.has_work:
             raise UserError("the prefix cache can only be reset while no request runs or waits")
         self.tables.reset_prefix_cache()
+
+    def warm_up(self) -> None:
+        """Compile the GPU kernels that steps of any lengths use, by computing chunks of prompts of three lengths and
+        decoding; statistics and the prefix cache start anew. Without a GPU there is nothing to compile. Raises
+        UserError while there are requests."""
+        if self.device.type != "cuda":
+            return
+        log("compiling GPU kernels for steps of any length")
+        most = min(self.scheduler.max_num_batched_tokens, self.max_model_len - 2)
+        for length in sorted({1, min(24, most), most}):
+            self.add("warm-up", [0] * length, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+            while self.has_work:
+                self.step()
+        self.reset_prefix_cache()
+        self._stats = EngineStats(cache_blocks=self.tables.num_blocks, cache_bytes=self.cache.bytes)
 
     @property
     def has_work(self) -> bool:

@@ -316,6 +316,28 @@ def test_graph_tokens_equal_eager_tokens(models, name):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
+def test_warm_up_reaches_every_class_of_tiles_and_leaves_nothing(models, monkeypatch):
+    from mlaforge.ops import paged_attention_triton
+
+    options = {"device": "cuda", "max_model_len": 256, "cache_bytes": 2**22}
+    engine, cold = make_engine(models["llama"], **options), make_engine(models["llama"], **options)
+    make_launch, tiles = paged_attention_triton.make_launch, set()
+
+    def recorded(*arguments: Any, **named: Any) -> Any:
+        launch = make_launch(*arguments, **named)
+        tiles.add(launch.arguments["BLOCK_M"])
+        return launch
+
+    monkeypatch.setattr(paged_attention_triton, "make_launch", recorded)
+    engine.warm_up()
+    warmed = set(tiles)
+    assert engine.stats() == cold.stats()
+    assert tokens(engine, prompts_of(*LENGTHS), 2) == tokens(cold, prompts_of(*LENGTHS), 2)
+    assert tiles == warmed and engine.stats().cached_prompt_tokens == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
 # Without windows and experts: test_host_waits.py.
 @pytest.mark.parametrize("name", ["gpt_oss", pytest.param("packed", marks=SLOW)])
 def test_decoding_waits_only_for_its_tokens(models, name):
