@@ -4,7 +4,7 @@
 
 front: quality by bytes of the cache from front.json, kv_cache.json, conversion.json and healing.json, on text of the
 calibration's kind and on another. speed: decoding after 8,000 tokens by the same bytes from engine-rows.json and
-engine-rows-avx512-xeon.json. docs/results.md says how each point was measured.
+engine-rows-avx512.json. docs/results.md says how each point was measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlaforge.rendering.page import GRID, INK, MUTED, PLOT_STYLE
 HERE = Path(__file__).parent
 TEXTS = {"wiki": "WikiText: the calibration's kind of text", "code": "Python source: another kind"}
 # File of benchmarks/engine.py -> processor.
-MACHINES = {"engine-rows": "Two cores with AMX", "engine-rows-avx512-xeon": "The same, AVX-512 alone"}
+MACHINES = {"engine-rows": "Two cores with AMX", "engine-rows-avx512": "Two cores with AVX-512 (Zen 4)"}
 CASE = "8000x1"
 # Below the first no difference is measurable; above the last a model is useless.
 RATIOS = (1.001, 1.003, 1.01, 1.03, 1.1, 1.3, 2.0)

@@ -126,8 +126,9 @@ class Gpu:
 
     bandwidth_tbs: TB/s (1e12 bytes). memory_gib: as the driver reports it. achievable: share of the datasheet's FLOP/s
     that a good matrix product reaches; read: the same of its bandwidth. row_bandwidths: maximum bytes per second at
-    which attention reads cached rows, by storage format or layout. keys_on_chip: a kernel keeps decompressed keys on
-    the chip. fp8: kernels convert float8_e4m3fn.
+    which attention reads cached rows, by storage format or layout. coded_products: speed of attention's products over
+    coded rows, relative to bf16. keys_on_chip: a kernel keeps decompressed keys on the chip. fp8: kernels convert
+    float8_e4m3fn.
     """
 
     name: str
@@ -138,6 +139,7 @@ class Gpu:
     achievable: float = 0.8
     read: float = 1.0
     row_bandwidths: Mapping[str, float] = field(default_factory=dict)
+    coded_products: float = 1.0
     keys_on_chip: bool = False
     fp8: bool = True
 
@@ -168,11 +170,14 @@ class Gpu:
     def seconds(self, cost: Cost, rows: str = "") -> float:
         """Roofline: bytes at full bandwidth or FLOPs at the achievable rate, whichever takes longer. rows: key of
         `row_bandwidths` if the bytes are cached rows."""
-        return max(self._read_seconds(cost, rows), cost.flops / self.flops)
+        return max(self._read_seconds(cost, rows), self._product_seconds(cost, rows))
 
     def bound(self, cost: Cost, rows: str = "") -> str:
         """Limiting resource: `bandwidth` or `compute`."""
-        return "compute" if cost.flops / self.flops > self._read_seconds(cost, rows) else "bandwidth"
+        return "compute" if self._product_seconds(cost, rows) > self._read_seconds(cost, rows) else "bandwidth"
+
+    def _product_seconds(self, cost: Cost, rows: str) -> float:
+        return cost.flops / (self.flops * (self.coded_products if rows == "coded" else 1.0))
 
     def _read_seconds(self, cost: Cost, rows: str) -> float:
         return cost.bytes / min(self.bandwidth, self.row_bandwidths.get(rows, math.inf))

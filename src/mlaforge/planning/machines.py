@@ -20,6 +20,7 @@ from mlaforge.runtime import UserError
 # that one thread's attention reads: int8 rows are multiplied directly, int4 rows are decoded by vector instructions,
 # and rows of `latent_rope` are scored by every head.
 READ_SHARE, PRODUCT_SHARE = 0.68, 0.78
+CODED_PRODUCTS = 1.3  # products of bytes, for the keys alone
 ROW_BANDWIDTHS = {"bf16": 6.2e9, "int8": 5.0e9, "int4": 2.1e9, "latent_rope": 3.4e9}
 
 
@@ -75,7 +76,8 @@ def decoding_cpu(flops: float, bandwidth: float, memory_gib: float, threads: int
     source = "this CPU, measured now; a decoding step reaches the shares given in docs/plan.md"
     return Gpu(
         "cpu", flops / 1e12, bandwidth / 1e12, round(memory_gib, 1), source, achievable=PRODUCT_SHARE, read=READ_SHARE,
-        row_bandwidths={rows: threads * speed for rows, speed in ROW_BANDWIDTHS.items()}, keys_on_chip=True,
+        row_bandwidths={rows: threads * speed for rows, speed in ROW_BANDWIDTHS.items()},
+        coded_products=CODED_PRODUCTS, keys_on_chip=True,
     )  # fmt: skip
 
 

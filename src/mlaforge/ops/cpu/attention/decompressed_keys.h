@@ -5,6 +5,8 @@
 //
 // Legend: L slots of the paged cache, E entries, G KV heads, D key dimensions.
 #pragma once
+#include <atomic>
+
 #include "attention/latent_keys.h"
 #include "attention/prompt_attention.h"
 

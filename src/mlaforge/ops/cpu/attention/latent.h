@@ -7,8 +7,8 @@
 
 // One layer in the layout `latent` (modeling/latent_attention_mla.py), from the fused input projection to the input of
 // o_proj. Takes rows [q (H D), c (R)] and writes c to its slot. `readings` has a Reading per sequence: parts of prompts are
-// computed as in prompt_attention.h. For others, the keys of all visible cached rows are decompressed, normed and rotated when they are
-// read (latent_rows.h), heads attend over c, and the result is multiplied by W_uv. Returns [N, H V].
+// computed as in prompt_attention.h. For others, the keys of all visible cached rows are decompressed, normed and rotated
+// when they are read (latent_rows.h), heads attend over c, and the result is multiplied by W_uv. Returns [N, H V].
 //
 // Limit: 2 R bytes and 2 R G D FLOPs per cached token, once for all query tokens of a sequence and all sequences of a step
 // that share it (R rounded up to tiles of 32), and 2 H (D + R) FLOPs per query token that sees it. Tokens that read
@@ -43,8 +43,8 @@ inline at::Tensor latent(const at::Tensor& qkv_NX, const Angles& angles, const L
   for (int64_t s = 0; s < view.sequences(); ++s) chunks += view.chunks(s, 0, view.queries(s)).second;
   const bool few_chunks = chunks < at::get_num_threads() && !view.is_tree() && !angles.text_positions;
   const auto reading = [&](int64_t s) {
-    const auto reading = Reading(readings[s]);
-    return reading == Reading::SELECTION && !decompressed_keys ? Reading::ALL : reading;
+    const auto named = Reading(readings[s]);
+    return named == Reading::SELECTION && !decompressed_keys ? Reading::ALL : named;
   };
   const auto in_advance = [&](int64_t s) { return reading(s) == Reading::PROMPT || few_chunks || is_prompt(view, s, H); };
 
