@@ -87,24 +87,23 @@ def test_latents(layout, heads, kv_heads, rank, rope, stored, compiled):
         layer = latent_layer(format, heads, kv_heads, rank, E, len(cache.slots))
         sequences, size = len(cache.view[1]), cache.view[4]
         inputs, ending = (*layer, *cache.rows(stored == "bf16"), cache.slots, *cache.view), (0.3, tree_Tn)
-        prompts = kernel(*inputs, [True] * sequences, *ending) if tree_Tn is None else torch.empty(0)
-        inputs = (*inputs, [False] * sequences, *ending)
-        actual = kernel(*inputs)
-        # Prompts (more than 64 columns) do not cache decompressed keys.
-        chosen = layout == "latent" and size == 1 and sequences == 1 and heads * len(cache.slots) <= 64
-        if chosen and tree_Tn is None:
-            # As a selection of all tokens; the second run reads cached keys: of all tokens, or of as many as have room.
-            positions, slots = torch.arange(int(cache.view[1]), dtype=torch.int32)[None], len(cache.decoded)
-            for entries in (slots, 5, 0):
-                keys, metadata = (
-                    torch.empty(entries, layer[8].numel()).bfloat16(),
-                    torch.full((slots + entries + 1,), -1),
-                )
-                metadata = metadata.int()
-                metadata[-1] = 0
-                for _ in range(2):
-                    assert torch.equal(kernel(*inputs, positions, keys, metadata), actual)
-                assert int((metadata[:slots] >= 0).sum()) == min(entries, int(cache.view[1] - cache.view[2]))
-        return actual, prompts
+        prompts = kernel(*inputs, [1] * sequences, *ending) if tree_Tn is None else torch.empty(0)
+        actual = kernel(*inputs, [0] * sequences, *ending)
+        if layout == "latent_rope" or cache.view[5]:
+            return actual, prompts
+        # Tokens with selections, here of all tokens, read rounded keys; the second run reads cached ones, of all tokens
+        # or of as many as there are entries for.
+        slots, positions = len(cache.decoded), None
+        if size == 1 and sequences == 1:
+            positions = torch.arange(int(cache.view[1]), dtype=torch.int32)[None]
+        rounded = []
+        for entries in (slots, 5, 0):
+            keys = Int8((layer[8].numel() // kv_heads,) * kv_heads).empty(entries, torch.device("cpu"))
+            metadata = torch.full((slots + entries + 1,), -1, dtype=torch.int32)
+            metadata[-1] = 0
+            for _ in range(2):
+                rounded.append(kernel(*inputs, [2] * sequences, *ending, positions, keys, metadata))
+                assert torch.equal(rounded[-1], rounded[0])
+        return actual, prompts, rounded[0]
 
     assert not differing(attend, format)

@@ -98,13 +98,11 @@ def attend_kernel(
     q, k, v, out, parts, lse, table, seq_lens, firsts, query_start, scale_log2,
     q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, num_sequences, tiles,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEARCHED: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V0: tl.constexpr,
+    V1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEARCHED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, KV heads, splits). Contiguous outputs: lse [N, H, splits], and out [N, H, V] or, for several splits,
-    parts [N, H, splits, V] in fp32. Strides count UNIT elements. WINDOW 0: none; a piece of size 0: none. If V_IN_K, D0
-    and D1 are the value's pieces too."""
+    fp32 parts [N, H, splits, V]. Strides count UNIT elements. 0: no WINDOW or piece. V_IN_K: D0 and D1 are V's too."""
     g, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     heads, splits = tl.num_programs(1) * GROUP, tl.num_programs(2)
     s, tile = _locate(tl.program_id(0), tiles, query_start, num_sequences, GROUP, BLOCK_M, SEARCHED)
@@ -112,7 +110,6 @@ def attend_kernel(
     T = tl.load(query_start + s + 1) - begin
     if tile * BLOCK_M >= T * GROUP:
         return
-
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = m < T * GROUP
     n_row = (begin + m // GROUP).to(tl.int64)
@@ -122,11 +119,9 @@ def attend_kernel(
     earliest = tile * BLOCK_M // GROUP
     latest = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, T - 1)
     start, end = _share(length - T + earliest, length - T + latest, first, split, splits, WINDOW, BLOCK_N)
-    if (start >= end) & (splits > 1):
-        # The merge does not read the values of an empty split.
+    if (start >= end) & (splits > 1):  # the merge does not read the values of an empty split
         tl.store(lse + (n_row * heads + h) * splits + split, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
         return
-
     q_rows = q + n_row * (q_row * UNIT) + h * (q_head * UNIT)
     q0 = _columns(q_rows, real, 0, D0, D)
     if D1 > 0:
@@ -138,7 +133,6 @@ def attend_kernel(
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
     if V1 > 0:
         acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
-
     blocks = table + s.to(tl.int64) * table_row
     for n in range(start, end, BLOCK_N):
         p = n + tl.arange(0, BLOCK_N)
@@ -159,7 +153,6 @@ def attend_kernel(
         if WINDOW > 0:
             visible = visible & (p[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores * scale_log2, float("-inf"))
-
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - _finite(higher)[:, None])
         fade = tl.exp2(peak - _finite(higher))
@@ -178,9 +171,7 @@ def attend_kernel(
             else:
                 v1 = _columns(v_rows, live, V0, V1, V).to(q.dtype.element_ty)
             acc1 = tl.dot(weights, v1, acc1 * fade[:, None], input_precision=PRECISION)
-
-    # Rows that see nothing: peak is -inf, acc is 0.
-    total = tl.where(total > 0, total, 1.0)
+    total = tl.where(total > 0, total, 1.0)  # rows that see nothing: peak is -inf, acc is 0
     at = (n_row * heads + h) * splits + split
     tl.store(lse + at, (peak + tl.log2(total)) * 0.6931471805599453, mask=real)
     acc0 = acc0 / total[:, None]

@@ -191,7 +191,7 @@ inline std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, 
         pairs.rotate(n, u);
       }
     });
-    for_each_task(tasks.size(), [&](int64_t task) {
+    parallel_tasks(tasks.size(), [&](int64_t task) {
       const auto [i, first] = tasks[task];
       const Scoring& scoring = scorings[i];
       const int64_t last = std::min(scoring.padded, first + TASK_TOKENS), at = first / TASK_TOKENS * H;
@@ -247,7 +247,7 @@ inline std::tuple<at::Tensor, at::Tensor> select_tokens(const at::Tensor& q_NX, 
       });
     });
     // Mean over heads of the softmax over all tokens.
-    for_each_task(tasks.size(), [&](int64_t task) {
+    parallel_tasks(tasks.size(), [&](int64_t task) {
       const auto [i, first] = tasks[task];
       const Scoring& scoring = scorings[i];
       Scratch scratch;
