@@ -152,7 +152,7 @@ def figures(rows: list[dict[str, Any]], model: str) -> dict[str, float]:
         (len(exact[text]["key"]), row["key_loss"] - exact[text]["key_loss"])
         for text, row in long.items() if exact[text]["key"]
     ]  # fmt: skip
-    found = {
+    values = {
         "wiki 2K": short["wiki"]["ratio"],
         "code 2K": short["code"]["ratio"],
         "8K": math.exp(statistics.fmean(differences)),
@@ -161,20 +161,20 @@ def figures(rows: list[dict[str, Any]], model: str) -> dict[str, float]:
     }
     ours, theirs = by_text("probes"), by_text("probes", "original")
     if ours:
-        found["copy, nats"] = statistics.fmean(row["copy"] - theirs[text]["copy"] for text, row in ours.items())
-        found["needles lost"] = sum(theirs[text]["retrieved"] - row["retrieved"] for text, row in ours.items())
-    return found
+        values["copy, nats"] = statistics.fmean(row["copy"] - theirs[text]["copy"] for text, row in ours.items())
+        values["needles lost"] = sum(theirs[text]["retrieved"] - row["retrieved"] for text, row in ours.items())
+    return values
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown table: every conversion, their mean, and the bars."""
     names = dict.fromkeys(row["model"] for row in rows if row["model"] != "original")
     by_model = {name: figures(rows, name) for name in names}
-    heads = [name for name in BARS if all(name in found for found in by_model.values())]
-    by_model["mean"] = {name: statistics.fmean(found[name] for found in by_model.values()) for name in heads}
+    heads = [name for name in BARS if all(name in values for values in by_model.values())]
+    by_model["mean"] = {name: statistics.fmean(values[name] for values in by_model.values()) for name in heads}
     by_model["bar"] = BARS
     return markdown_table(
-        [["", *heads], *([name, *(f"{row[k]:.4g}" for k in heads)] for name, row in by_model.items())]
+        [["", *heads], *([name, *(f"{row[k]:.4f}" for k in heads)] for name, row in by_model.items())]
     )
 
 

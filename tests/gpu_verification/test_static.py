@@ -26,9 +26,11 @@ SPILLING = ("mla-512", "mla-384", "mla-360", "mla-320", "experts 20b gate, 2048"
 def test_the_table_is_of_the_kernels_as_they_are():
     """A changed kernel or another tile needs `make gpu-static`."""
     launches = [(name, at) for at in MULTIPROCESSORS for name in LAUNCHES if compiles(name, at)]
-    found = {(row["name"], row["capability"]): {part: row[part] for part in ("source", "constants")} for row in ROWS}
-    assert found.keys() == {*launches}
-    outdated = [launch for launch in launches if found[launch] != json.loads(json.dumps(identity(*launch)))]
+    committed = {
+        (row["name"], row["capability"]): {part: row[part] for part in ("source", "constants")} for row in ROWS
+    }
+    assert committed.keys() == {*launches}
+    outdated = [launch for launch in launches if committed[launch] != json.loads(json.dumps(identity(*launch)))]
     assert not outdated, "run `make gpu-static`"
 
 

@@ -39,12 +39,12 @@ def view_of(queries: list[int], lengths: list[int], window: int | None) -> Cache
 
 def steps(count: int) -> list[tuple[list[int], list[int]]]:
     """Chunks of prompts of random lengths, alone or beside decoding sequences, and decoding steps."""
-    drawn = random.Random(0)
-    found = []
+    rng = random.Random(0)
+    batches = []
     for i in range(count):
-        queries = [drawn.randint(1, 2048)] * (i % 4 < 3) + [1] * (0 if i % 4 == 0 else drawn.randint(1, 40))
-        found.append((queries, [T + drawn.randint(0, 9000) for T in queries]))
-    return found
+        queries = [rng.randint(1, 2048)] * (i % 4 < 3) + [1] * (0 if i % 4 == 0 else rng.randint(1, 40))
+        batches.append((queries, [T + rng.randint(0, 9000) for T in queries]))
+    return batches
 
 
 def main() -> None:

@@ -69,10 +69,13 @@ def header(kind: str, device: torch.device) -> dict[str, Any]:
 
 def write(path: Path, body: dict[str, Any]) -> None:
     """Write `body` as JSON, a list of rows with a line per row, atomically: readers never see a partial file."""
-    text, rows = json.dumps(body, indent=1), body.get("rows")
+    rows = body.get("rows")
     if isinstance(rows, list) and rows:
         lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-        text = json.dumps({**body, "rows": []}, indent=1).replace('"rows": []', f'"rows": [\n{lines}\n ]')
+        # The indentation of the outermost level: a nested list of rows stays as it is.
+        text = json.dumps({**body, "rows": []}, indent=1).replace('\n "rows": []', f'\n "rows": [\n{lines}\n ]')
+    else:
+        text = json.dumps(body, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text + "\n", encoding="utf-8")

@@ -245,7 +245,7 @@ class Engine:
         if self.device.type != "cuda":
             return
         log("compiling GPU kernels for steps of any length")
-        most = min(self.scheduler.max_num_batched_tokens, self.max_model_len - 2)
+        most = max(1, min(self.scheduler.max_num_batched_tokens, self.max_model_len - 2))
         for length in sorted({1, min(24, most), most}):
             self.add("warm-up", [0] * length, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
             while self.has_work:
