@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from mlaforge.gpu_verification.compilation import MULTIPROCESSORS, count, disassembled
+from mlaforge.gpu_verification.compilation import MULTIPROCESSORS, count, disassembled, gpu_of
 from mlaforge.gpu_verification.kernel_launches import LAUNCHES
 from mlaforge.gpu_verification.static import compiles, identity
 
@@ -32,6 +32,11 @@ def test_the_table_is_of_the_kernels_as_they_are():
     assert committed.keys() == {*launches}
     outdated = [launch for launch in launches if committed[launch] != json.loads(json.dumps(identity(*launch)))]
     assert not outdated, "run `make gpu-static`"
+
+
+def test_spills_are_within_the_predictions_of_verify_gpu():
+    over = [row for row in ROWS if row["spilled"] > LAUNCHES[row["name"]](gpu_of(row["capability"])).spilled]
+    assert not over
 
 
 @pytest.mark.parametrize(
