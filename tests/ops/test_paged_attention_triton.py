@@ -4,13 +4,14 @@ import ast
 import dataclasses
 import inspect
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlaforge import runtime
+from mlaforge import ops, runtime
 from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.ops.paged_attention import paged_attention
 from support.paged_steps import SHAPES, assert_right, make_step, needs_triton, steps
@@ -30,6 +31,19 @@ def test_triton_against_dense_attention(step, splits):
     assert_right(step, paged_attention_triton.attend(*step.inputs, splits=splits))
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_sinks_are_applied_to_the_merged_output(splits):
+    from mlaforge.ops import paged_attention_triton
+
+    step = make_step(SHAPES["group-3"], [(40, 1), (23, 4), (5, 5)])
+    sinks = torch.linspace(-2, 3, 6, device=step.q.device)
+    out, lse = paged_attention_triton.attend(*step.inputs, splits=splits)
+    actual, same_lse = paged_attention_triton.attend(*step.inputs, sinks, splits=splits)
+    expected = paged_attention(*step.inputs, sinks, implementation="reference")[0]
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(lse, same_lse) and not torch.allclose(actual, out, atol=1e-2)
+
+
 def test_many_sequences_are_found_and_splits_merged():
     """More sequences than one search step covers, most of them with an empty second split."""
     from mlaforge.ops import paged_attention_triton
@@ -45,7 +59,8 @@ def test_kernels_read_no_globals_of_their_modules():
     """A compiled kernel fails once a global that it read has changed."""
     import importlib
 
-    for name in ("paged_attention_triton", "mxfp4_experts_triton", "token_selection_triton"):
+    for path in Path(ops.__path__[0]).glob("*_triton.py"):
+        name = path.stem
         module = importlib.import_module(f"mlaforge.ops.{name}")
         kernels = {node.name: node for node in ast.parse(inspect.getsource(module)).body if is_kernel(node)}
         assert kernels, name

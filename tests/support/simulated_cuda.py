@@ -138,10 +138,12 @@ def _indexed(x: Any) -> Any:
 
 
 class Simulation:
-    """Counts `waits` and `uploaded` bytes while it is active."""
+    """Counts `waits` and `uploaded` bytes while it is active, and lists the `kernels` that it launches: PyTorch's
+    operations on simulated tensors, except views and allocations, and Triton's kernels, by name."""
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []
+        self.kernels: list[str] = []
         self.uploaded = 0
         self.sync_debug_mode: int | str = 0
         self._dispatch, self._functions = _Dispatch(self), _Functions(self)
@@ -153,6 +155,7 @@ class Simulation:
 
     def clear(self) -> None:
         self.waits, self.uploaded = [], 0
+        self.kernels.clear()
 
     def wait(self, reason: str) -> None:
         self.waits.append(Wait(reason, _line()))
@@ -304,6 +307,7 @@ class _Dispatch(TorchDispatchMode):
         elif not to_device:
             self.simulation.wait("copy to the host")
         kwargs.pop("non_blocking", None)
+        self.simulation.kernels.append(name)
         out = func(*tree_map(_on_cpu, args[:2]), **kwargs)
         if name == "copy_":
             return target
@@ -337,6 +341,8 @@ class _Dispatch(TorchDispatchMode):
         wrappers = {id(x.on_cpu): x for x in simulated}
         flat = [torch.device("cpu") if isinstance(x, torch.device) else _on_cpu(x) for x in flat]
         args, kwargs = tree_unflatten(flat, spec)
+        if simulated and not func.is_view and not any(word in func.__name__ for word in ("empty", "view", "detach")):
+            self.simulation.kernels.append(func.__name__)
         out = func(*args, **kwargs)
 
         def wrapped(x: Any) -> Any:
@@ -368,8 +374,9 @@ _PROPERTIES = types.SimpleNamespace(
 )  # fmt: skip
 
 
-def _launched_on_cpu(run: Callable[..., Any]) -> Callable[..., Any]:
+def _launched_on_cpu(run: Callable[..., Any], kernels: list[str]) -> Callable[..., Any]:
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        kernels.append(kernel.fn.__name__)
         # No operation of the interpreter is one of the engine's.
         with _disable_current_modes():
             return run(kernel, *tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
@@ -403,7 +410,7 @@ def simulated_cuda(free_bytes: int = 2**30) -> Iterator[Simulation]:
         patch.setattr(torch.cuda.nvtx, "range", lambda *args, **kwargs: contextlib.nullcontext())
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr("mlaforge.engine.execution.runner.CudaCapture", FakeCapture)
-        patch.setattr(interpreter.InterpretedFunction, "run", _launched_on_cpu(interpreter.InterpretedFunction.run))
+        patch.setattr(interpreter.InterpretedFunction, "run", _launched_on_cpu(interpreter.InterpretedFunction.run, simulation.kernels))
         # Parameters of a module that moves to the device become new ones: a CPU tensor cannot become a simulated one.
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)

@@ -13,11 +13,17 @@ from typing import Any
 
 import torch
 
+from mlaforge.ops import absorbed_latents_triton as latents
+from mlaforge.ops import elementwise_triton as elementwise
 from mlaforge.ops import mxfp4_experts_triton as experts
 from mlaforge.ops import paged_attention_triton as attention
+from mlaforge.ops import rope_and_store_triton as rope
 from mlaforge.ops import token_selection_triton as selection
+from mlaforge.ops.absorbed_latents import AbsorbedWeights
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties
+from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.row_formats.plain import Plain
 
 # Maximum spilled bytes per thread, of benchmarks/gpu_static.json: a few are harmless. Values of more than 256 elements
 # and tiles of 64 or more pairs of experts spill more.
@@ -72,16 +78,17 @@ def attend(name: str, dtype: torch.dtype, rows: torch.dtype, gpu: GpuProperties)
     zeros = torch.zeros(S + 1, dtype=torch.int32)
     view = CacheView(torch.zeros(S, 512, dtype=torch.int32), zeros[:S], zeros[:S], zeros, zeros.long(), 16, T, 8192)
     q = torch.empty(N, H, D, dtype=dtype)
-    launch = attention.make_launch(q, k, v, view, 0.1, splits=16 if T < 16 else 1, gpu=gpu)
+    sinks = torch.empty(H, dtype=dtype) if name.startswith("gqa-64") else None
+    launch = attention.make_launch(q, k, v, view, 0.1, splits=16 if T < 16 else 1, gpu=gpu, sinks_H=sinks)
     tile = launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]
     spilled = SPILLED_WIDE if abs(V) > 256 else SPILLED
     return KernelLaunch(attention.attend_kernel, launch.arguments, launch.options, tile, spilled)
 
 
-def merge(dtype: torch.dtype, gpu: GpuProperties) -> KernelLaunch:
-    """Merge of splits."""
-    parts, lses, out = torch.empty(1, 1, 16, 320), torch.empty(1, 1, 16), torch.empty(1, 1, 320, dtype=dtype)
-    _, arguments = attention.merge_launch(parts, lses, out, lses[..., 0].clone())
+def merge(H: int, V: int, sinks: bool, gpu: GpuProperties) -> KernelLaunch:
+    """Merge of splits of H heads with values of V elements."""
+    parts, lses, out = torch.empty(1, H, 16, V), torch.empty(1, H, 16), torch.empty(1, H, V, dtype=torch.bfloat16)
+    _, arguments = attention.merge_launch(parts, lses, out, lses[..., 0].clone(), out[0, :, 0] if sinks else None)
     return KernelLaunch(attention.merge_kernel, arguments, {"num_warps": 4})
 
 
@@ -126,6 +133,58 @@ def mix(shape: str, part: str, dtype: torch.dtype, gpu: GpuProperties, N: int = 
     return KernelLaunch(experts.product_kernel, launch.arguments, launch.options, tile, spilled)
 
 
+def norm(width: int, gpu: GpuProperties) -> KernelLaunch:
+    """Norm of a sum."""
+    x = torch.empty(1, width, dtype=torch.bfloat16)
+    _, arguments, options = elementwise.norm_launch(x, x, x[0], 1e-5)
+    return KernelLaunch(elementwise.add_rms_norm_kernel, arguments, options)
+
+
+def gate(gpu: GpuProperties) -> KernelLaunch:
+    """Gate of an MLP."""
+    x = torch.empty(1, 2 * 14336, dtype=torch.bfloat16)
+    arguments = {"gate_up": x, "out": x.clone(), "WIDTH": 14336, "GATE_BLOCK": elementwise.GATE_BLOCK}
+    return KernelLaunch(elementwise.silu_mul_kernel, arguments, {"num_warps": 4})
+
+
+def rope_and_store(H: int, G: int, D: int, norms: bool, cached: torch.dtype, gpu: GpuProperties) -> KernelLaunch:
+    """Norm, rotation and the write to the cache of grouped-query attention."""
+    qkv, slots = torch.empty(1, (H + 2 * G) * D, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int64)
+    rotation = torch.empty(1, 1, D // 2, dtype=torch.complex64)
+    weights = (qkv[0, :D], qkv[0, :D], 1e-5) if norms else None
+    rows = _rows(2 * G * D, cached)
+    _, arguments = rope.make_launch(qkv, rotation, rows, slots, H + G, D, weights)
+    return KernelLaunch(rope.rope_and_store_kernel, arguments, {"num_warps": 4})
+
+
+def absorbed(part: str, N: int, gpu: GpuProperties) -> KernelLaunch:
+    """Kernel `absorb` or `up-project` of 64 heads, 8 KV heads of 64, rank 512 and 64 rotary elements, for N tokens."""
+    H, G, D, R, E = 64, 8, 64, 512, 64
+    x = torch.empty(N, H * (D + E) + R + E, dtype=torch.bfloat16)
+    w_uk, w_uv = torch.empty(G, 2 * D, R, dtype=torch.bfloat16).split(D, dim=1)
+    bias, sinks, index = x[:G, :D].clone(), x[0, :H], torch.empty(E // 2, dtype=torch.int64)
+    weights = AbsorbedWeights(w_uk, w_uv, bias, bias, sinks, index)
+    if part == "absorb":
+        rotation, slots = torch.empty(N, 1, D // 2, dtype=torch.complex64), torch.empty(N, dtype=torch.int64)
+        _, arguments = latents.absorb_launch(x, rotation, weights, _rows(R + E, torch.bfloat16), slots, 0.1)
+        return KernelLaunch(latents.absorb_kernel, arguments, {"num_warps": 4})
+    lse = torch.empty(N, H)
+    _, arguments = latents.up_project_launch(x[:, : H * R].view(N, H, -1).contiguous(), lse, lse, weights)
+    return KernelLaunch(latents.up_project_kernel, arguments, {"num_warps": 4})
+
+
+def routing(shape: str, N: int, gpu: GpuProperties) -> KernelLaunch:
+    """Routing of N tokens with a shape of EXPERTS."""
+    E, K, *_ = EXPERTS[shape]
+    arguments = experts.route_launch(torch.empty(N, E, dtype=torch.bfloat16), K)
+    return KernelLaunch(experts.route_kernel, arguments, {"num_warps": 8})
+
+
+def _rows(width: int, cached: torch.dtype) -> PagedRows:
+    format = Plain(width, str(cached).removeprefix("torch."))
+    return PagedRows.empty(format, 16, torch.bfloat16, torch.device("cpu"))
+
+
 def _launches() -> dict[str, Callable[[GpuProperties], KernelLaunch]]:
     bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
     table: dict[str, Callable[[GpuProperties], KernelLaunch]] = {}
@@ -136,7 +195,18 @@ def _launches() -> dict[str, Callable[[GpuProperties], KernelLaunch]]:
     table["gqa-128 fp16"] = functools.partial(attend, "gqa-128", fp16, fp16)
     for name in ("gqa-128", "mla-512-64"):
         table[f"{name} fp32"] = functools.partial(attend, name, fp32, fp32)
-    table["merge"] = functools.partial(merge, bf16)
+    table["merge"] = functools.partial(merge, 64, 64, True)
+    table["merge, values of 512"] = functools.partial(merge, 64, 512, False)
+    table |= {
+        "norm 2880": functools.partial(norm, 2880), "gate 14336": gate,
+        "rope and store": functools.partial(rope_and_store, 64, 8, 64, False, bf16),
+        "rope and store fp8": functools.partial(rope_and_store, 64, 8, 64, False, fp8),
+        "rope and store, norms": functools.partial(rope_and_store, 28, 4, 128, True, bf16),
+        "routing 20b": functools.partial(routing, "20b", 8), "routing 120b": functools.partial(routing, "120b", 64),
+    }  # fmt: skip
+    for tokens in (1, 64):
+        table[f"absorb 512-64, {tokens} tokens"] = functools.partial(absorbed, "absorb", tokens)
+        table[f"up-project 512, {tokens} tokens"] = functools.partial(absorbed, "up-project", tokens)
     table["selection lse"] = functools.partial(select, "lse")
     table["selection score"] = functools.partial(select, "score")
     for shape, part in (("20b", "gate"), ("20b", "down"), ("20b", "sum"), ("120b", "gate"), ("small", "down")):

@@ -11,10 +11,14 @@ sequence: T query tokens, L rows that they read, n rows of a tree.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from mlaforge.runtime import on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,27 @@ class CacheView:
         selections (which may be all rows). As `enum class Reading` in ops/cpu/attention/prompt_attention.h."""
         selecting = self.selecting or (False,) * len(self.seq_lens_S)
         return [1 if prompt else 2 * chosen for prompt, chosen in zip(self.prompts, selecting, strict=True)]
+
+    def part(self, sequences: Sequence[int]) -> tuple[CacheView, Tensor]:
+        """Return the view of some sequences of a step without a tree or a selection, and the rows of their tokens among
+        the N, int64."""
+        assert self.tree_Tn is None and self.positions_SK is None
+        device = self.slots_N.device
+        starts = [0, *itertools.accumulate(self.queries)]
+        rows_N = on_device([n for s in sequences for n in range(starts[s], starts[s + 1])], torch.int64, device)
+        index_S = on_device(list(sequences), torch.int64, device)
+
+        def of_part(values: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(values[s] for s in sequences) if values else ()
+
+        queries = of_part(self.queries)
+        return dataclasses.replace(
+            self, block_table_SB=self.block_table_SB[index_S], seq_lens_S=self.seq_lens_S[index_S],
+            first_S=self.first_S[index_S], slots_N=self.slots_N[rows_N], queries=queries,
+            lengths=of_part(self.lengths), runs=of_part(self.runs),
+            query_start_S1=on_device([0, *itertools.accumulate(queries)], torch.int32, device),
+            max_query=max(queries), generating=of_part(self.generating), selecting=of_part(self.selecting),
+        ), rows_N  # fmt: skip
 
     def step_rows(self, queries: int) -> int:
         """Number of last rows that not every query token of a sequence sees: the step's own rows, or the tree."""

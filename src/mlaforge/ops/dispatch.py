@@ -17,9 +17,11 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from mlaforge import runtime
@@ -95,6 +97,21 @@ class Op:
     @property
     def names(self) -> list[str]:
         return [*self.implementations, "reference"]
+
+    def register_triton(self, module: str, function: str, supports: str = "supports") -> None:
+        """Register functions of a module in ops/ that launches Triton kernels from host numbers alone. `supports` takes
+        the op's inputs. The module is imported at the first use: importing Triton takes a second."""
+
+        def run(*inputs: Any) -> Any:
+            return getattr(importlib.import_module(f"mlaforge.ops.{module}"), function)(*inputs)
+
+        def supported(*inputs: Any) -> Literal[True] | str:
+            if (reason := triton_device(inputs[0].device)) is not True:
+                return reason
+            answer: Literal[True] | str = getattr(importlib.import_module(f"mlaforge.ops.{module}"), supports)(*inputs)
+            return answer
+
+        self.register("triton", run, supported, device_type="cuda", capturable=True)
 
     def __call__(self, *inputs: Any, implementation: str | None = None) -> Any:
         """Run the selected implementation on `inputs`; the device of the first one decides.
@@ -184,6 +201,19 @@ class Op:
         )
 
 
+def triton_device(device: torch.device) -> Literal[True] | str:
+    """Return True, or the reason why Triton's kernels cannot run on tensors of a device. Does not import Triton."""
+    if device.type != "cuda" and not runtime.triton_interpreted():
+        return f"it needs CUDA tensors, the inputs are on {device.type}"
+    return True if find_spec("triton") is not None else "triton is not installed"
+
+
+def prefers_triton(device: torch.device) -> bool:
+    """Whether layers on a device are composed of the ops that Triton's kernels compute: on GPUs, and where
+    $MLAFORGE_OPS says so. Compiled CPU kernels compute larger parts of a layer."""
+    return device.type == "cuda" or "triton" in runtime.ops_choice()
+
+
 def _call_kernel(name: str, *inputs: Any) -> Any:
     return kernel(name)(*inputs)
 
@@ -239,13 +269,13 @@ def replay(path: Path, implementation: str | None = None, device: str = "cpu") -
 # All ops whose module was imported, by name, and the module in ops/ of every op.
 OPS: dict[str, Op] = {}
 MODULES = {
-    "attention_mass": "attention_mass", "attention_with_mass": "attention_mass", "gated_mlp": "linear",
-    "latent": "latent_attention",
+    "absorb_and_store": "absorbed_latents", "add_rms_norm": "elementwise", "attention_mass": "attention_mass",
+    "attention_with_mass": "attention_mass", "gated_mlp": "linear", "latent": "latent_attention",
     "latent_rope": "latent_attention", "linear": "linear", "linear_int4": "linear", "linear_int8": "linear",
-    "mxfp4_experts": "mxfp4_experts", "pack_blocks": "paged_rows", "packed_attention": "packed_attention",
-    "paged_attention": "paged_attention", "rms_norm": "elementwise", "rope_and_store": "rope_and_store",
+    "mxfp4_experts": "mxfp4_experts", "mxfp4_mixture": "mxfp4_experts", "pack_blocks": "paged_rows",
+    "packed_attention": "packed_attention", "paged_attention": "paged_attention", "rms_norm": "elementwise", "rope_and_store": "rope_and_store",
     "select_tokens": "token_selection", "silu_mul": "elementwise", "unpack_mxfp4": "mxfp4",
-    "write_index": "token_selection",
+    "up_project_values": "absorbed_latents", "write_index": "token_selection",
 }  # fmt: skip
 IMPLEMENTATIONS = ("native", "runs", "triton", "reference")
 # Comparisons of `check` that found no difference, by op and implementation.

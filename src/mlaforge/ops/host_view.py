@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.runtime import uploaded
+from mlaforge.runtime import on_device, uploaded
 
 # Ranges of consecutive slots: (start, length) of each.
 SlotRuns = tuple[tuple[int, int], ...]
@@ -38,6 +38,7 @@ class HostView:
     def __init__(self, view: CacheView):
         self.view = view
         self._masks: dict[torch.dtype, Tensor] = {}
+        self._copied: dict[int, tuple[Tensor, CacheView]] = {}
         self._sequences: dict[int, tuple[slice | Tensor, Tensor | None]] = {}
 
     @functools.cached_property
@@ -93,6 +94,25 @@ class HostView:
             view, block_table_SB=uploaded(table_SB, device), slots_N=uploaded(slots_N, device),
             runs=tuple(((begin * size, length),) for begin, length, _ in sequences),
         )  # fmt: skip
+
+    def copied(self, index: int) -> tuple[Tensor, CacheView]:
+        """Return the blocks that the query tokens of sequence `index` read, int64, and the view of a cache of exactly
+        these blocks and this sequence, whose positions count from its first row."""
+        if index not in self._copied:
+            view, size = self.view, self.view.block_size
+            T, total, device = view.queries[index], view.lengths[index], view.slots_N.device
+            first = 0 if view.window is None else max(0, total - T - view.window + 1) // size
+            length = total - first * size
+            count = -(-length // size)
+            numbers = on_device([length, 0, T, 0, *range(count)], torch.int32, device)
+            self._copied[index] = (
+                view.block_table_SB[index, first : first + count].long(),
+                CacheView(
+                    numbers[4:][None], numbers[:1], numbers[3:4], numbers[1:3], view.slots_N[:0], size, T, length,
+                    view.window, (T,), (((0, length),),), lengths=(length,),
+                ),
+            )  # fmt: skip
+        return self._copied[index]
 
     def sequence(self, index: int, rows_LW: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the rows of a layer that sequence `index` reads, [1, L, W], in order (a view if its slots are

@@ -6,14 +6,12 @@ Legend: N tokens, C hidden size, I intermediate size, E experts, K experts per t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from mlaforge import runtime
-from mlaforge.ops.dispatch import Op
+from mlaforge.ops.dispatch import Op, triton_device
 from mlaforge.ops.mxfp4 import BLOCK, unpack
 from mlaforge.ops.native import kernel, supports_device
 
@@ -111,6 +109,13 @@ def reference(
     return (out_NC,)
 
 
+def mixture_reference(hidden_NC: Tensor, logits_NE: Tensor, top_k: int, *packed: Any) -> Tensor:
+    """Return [N, C] for a router's logits: the `top_k` experts with the largest ones, weighted by their softmax."""
+    best_NK, topk_ids_NK = logits_NE.topk(top_k)
+    out_NC: Tensor = OP(hidden_NC, topk_ids_NK, best_NK.softmax(dim=-1), *packed)[0]
+    return out_NC
+
+
 def _triton(*inputs: Any) -> tuple[Tensor]:
     from mlaforge.ops import mxfp4_experts_triton
 
@@ -120,11 +125,8 @@ def _triton(*inputs: Any) -> tuple[Tensor]:
 def _triton_supports(
     hidden_NC: Tensor, topk_ids_NK: Tensor, topk_weights_NK: Tensor, *packed: Any
 ) -> Literal[True] | str:
-    # Importing Triton takes a second; a CPU that never runs it should not pay for it.
-    if hidden_NC.device.type != "cuda" and not runtime.triton_interpreted():
-        return f"it needs CUDA tensors, the inputs are on {hidden_NC.device.type}"
-    if find_spec("triton") is None:
-        return "triton is not installed"
+    if (reason := triton_device(hidden_NC.device)) is not True:
+        return reason
     from mlaforge.ops import mxfp4_experts_triton
 
     return mxfp4_experts_triton.supports(hidden_NC, *packed[:-2])
@@ -153,3 +155,5 @@ def _native_supports(
 OP = Op("mxfp4_experts", reference, tolerance=(3e-2, 3e-2))
 OP.register_native(_native_supports, _native)
 OP.register("triton", _triton, _triton_supports, device_type="cuda", capturable=True)
+MIXTURE = Op("mxfp4_mixture", mixture_reference, tolerance=(3e-2, 3e-2))
+MIXTURE.register_triton("mxfp4_experts_triton", "mixture_of_logits", "mixture_supports")

@@ -2,8 +2,8 @@
 
 (token, expert) pairs are sorted by expert on the device. A program processes work items: a tile of pairs of one expert
 and a tile of its outputs. Offsets of the experts' pairs are read on the device, and the grid depends only on host
-values, so a launch needs no synchronisation and can be captured in a graph. Three launches: gate and up with the
-activation, down, and the weighted sum of a token's experts.
+values, so a launch needs no synchronisation and can be captured in a graph. Four launches: the routing of few tokens,
+gate and up with the activation, down, and the weighted sum of a token's experts.
 
 Sums run over the inputs in the same order for any tile, and a token's experts are added by rank. Weights are the left
 factor: outputs fill the 64 rows of Hopper's asynchronous tensor cores, and 16 pairs suffice on the other side. Not
@@ -113,6 +113,38 @@ def product_kernel(
         tl.store(at, acc.to(out.dtype.element_ty), mask=live[:, None] & valid[None, :])
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def route_kernel(
+    logits, weights, order, offsets, tokens, EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program: the K largest of logits [N, EXPERTS] with their softmax, weights [N, K], and the (token, expert)
+    pairs sorted by expert, as `route`. Equal logits: the lower expert. N <= BLOCK_N."""
+    n, e = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)
+    live = (n < tokens)[:, None] & (e < EXPERTS)[None, :]
+    # NaN and -inf still leave K experts to choose.
+    score = tl.load(logits + n[:, None] * EXPERTS + e[None, :], mask=live, other=0.0).to(tl.float32)
+    score = tl.where(score > -3e38, score, -3e38)
+    rest = tl.where((e < EXPERTS)[None, :] & (n >= 0)[:, None], score, float("-inf"))
+    rank = tl.full([BLOCK_N, BLOCK_E], K, tl.int32)
+    for k in tl.static_range(K):
+        chosen = e[None, :] == tl.argmax(rest, 1)[:, None]
+        rank = tl.where(chosen, k, rank)
+        rest = tl.where(chosen, float("-inf"), rest)
+    chosen = (rank < K) & live
+    peak = tl.max(tl.where(rank < K, score, float("-inf")), 1)
+    power = tl.where(rank < K, tl.exp(score - peak[:, None]), 0.0)
+    share = power / tl.sum(power, 1)[:, None]
+    pair = n[:, None] * K + rank
+    tl.store(weights + pair, share.to(weights.dtype.element_ty), mask=chosen)
+    count = tl.sum(chosen.to(tl.int32), 0)
+    ends = tl.cumsum(count, 0)
+    tl.store(offsets + e + 1, ends, mask=e < EXPERTS)
+    tl.store(offsets + e, ends - count, mask=e == 0)
+    before = tl.cumsum(chosen.to(tl.int32), 0) - chosen.to(tl.int32)
+    tl.store(order + (ends - count)[None, :] + before, pair.to(tl.int64), mask=chosen)
+
+
 @triton.jit
 def sum_kernel(parts, weights, out, K: tl.constexpr, C: tl.constexpr, SUM_BLOCK: tl.constexpr):
     """Grid (N, columns): out [N, C] = sum over K of parts [N, K, C] in fp32 times weights [N, K], in order of K."""
@@ -138,6 +170,11 @@ def supports(x_NC: Tensor, *packed: Tensor) -> Literal[True] | str:
     if x_NC.stride(-1) != 1 or not all(tensor.is_contiguous() for tensor in packed):
         return "rows must be contiguous"
     return True
+
+
+def mixture_supports(x_NC: Tensor, logits_NE: Tensor, top_k: int, *packed: Any) -> Literal[True] | str:
+    """As `supports`, for the inputs of `mixture_of_logits`."""
+    return supports(x_NC, *packed[:-2]) if logits_NE.is_contiguous() else "logits must be contiguous"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,16 +230,22 @@ def make_launch(
     return Launch(programs, arguments, {"num_warps": num_warps, "num_stages": 3})
 
 
-def mixture(
-    x_NC: Tensor, topk_ids_NK: Tensor, topk_weights_NK: Tensor, gate_up_blocks: Tensor, gate_up_scales: Tensor,
-    gate_up_bias: Tensor, down_blocks: Tensor, down_scales: Tensor, down_bias: Tensor, alpha: float, limit: float,
+def mixture(x_NC: Tensor, topk_ids_NK: Tensor, topk_weights_NK: Tensor, *packed: Any) -> Tensor:
+    """ops/mxfp4_experts.py's `mxfp4_experts`: [N, C] in the dtype of x. packed: six tensors, alpha and limit."""
+    down_bias = packed[5]
+    return sorted_mixture(x_NC, *route(topk_ids_NK, len(down_bias)), topk_weights_NK, *packed)
+
+
+def sorted_mixture(
+    x_NC: Tensor, order_P: Tensor, offsets: Tensor, topk_weights_NK: Tensor, gate_up_blocks: Tensor,
+    gate_up_scales: Tensor, gate_up_bias: Tensor, down_blocks: Tensor, down_scales: Tensor, down_bias: Tensor,
+    alpha: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    """ops/mxfp4_experts.py's function: [N, C] in the dtype of x."""
-    (N, K), (E, C), device = topk_ids_NK.shape, down_bias.shape, x_NC.device
+    """Return [N, C] in the dtype of x for pairs sorted by expert, as `route` returns them."""
+    (N, K), C, device = topk_weights_NK.shape, down_bias.shape[1], x_NC.device
     out_NC = x_NC.new_empty(N, C)
     if not N:
         return out_NC
-    order_P, offsets = route(topk_ids_NK, E)
     gated_PI = x_NC.new_empty(N * K, gate_up_bias.shape[1] // 2)
     # fp32: rounded once, after the sum.
     parts_PC = torch.empty(N * K, C, dtype=torch.float32, device=device)
@@ -211,6 +254,37 @@ def mixture(
     product(gated_PI, order_P, offsets, down, parts_PC, K, alpha, limit, gated=False)
     weighted_sum(parts_PC, topk_weights_NK, out_NC)
     return out_NC
+
+
+# Tokens times experts that the program of a routing holds in registers; beyond, torch sorts.
+ROUTED = 16384
+
+
+def mixture_of_logits(x_NC: Tensor, logits_NE: Tensor, top_k: int, *packed: Any) -> Tensor:
+    """ops/mxfp4_experts.py's `mxfp4_mixture`."""
+    N, E = logits_NE.shape
+    if N * triton.next_power_of_2(E) > ROUTED:
+        best_NK, topk_ids_NK = logits_NE.topk(top_k)
+        return mixture(x_NC, topk_ids_NK, best_NK.softmax(dim=-1), *packed)
+    arguments = route_launch(logits_NE, top_k)
+    if N:
+        with torch.cuda.device_of(x_NC):
+            route_kernel[(1,)](**arguments, num_warps=8)
+    return sorted_mixture(x_NC, *(arguments[name] for name in ("order", "offsets", "weights")), *packed)
+
+
+def route_launch(logits_NE: Tensor, top_k: int) -> dict[str, Any]:
+    """Return the arguments of a routing. Allocates `weights` [N, K], `order` int64 [P] and `offsets` int32 [E + 1]."""
+    (N, E), device = logits_NE.shape, logits_NE.device
+    BLOCK_E = triton.next_power_of_2(E)
+    # Two classes, because each is compiled.
+    few = min(16, ROUTED // BLOCK_E)
+    return {
+        "logits": logits_NE, "weights": logits_NE.new_empty(N, top_k),
+        "order": torch.empty(N * top_k, dtype=torch.int64, device=device),
+        "offsets": torch.empty(E + 1, dtype=torch.int32, device=device), "tokens": N, "EXPERTS": E, "K": top_k,
+        "BLOCK_N": few if few >= N else ROUTED // BLOCK_E, "BLOCK_E": BLOCK_E,
+    }  # fmt: skip
 
 
 def route(topk_ids_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

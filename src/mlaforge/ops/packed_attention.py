@@ -24,7 +24,7 @@ def packed_attention(
     values, D elements each."""
     if rows.direct:
         k_LGD, v_LGD = rows.packed.view(len(rows.packed), 2, -1, q_NHD.shape[2]).unbind(1)
-        return paged_attention(q_NHD, k_LGD, v_LGD, view, scale, implementation)
+        return paged_attention(q_NHD, k_LGD, v_LGD, view, scale, implementation=implementation)
     out, lse = OP(q_NHD, rows, view, scale, implementation=implementation)
     return out, lse
 

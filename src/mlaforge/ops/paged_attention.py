@@ -9,31 +9,39 @@ head h // (H / G)), E heads per KV head, L slots of the cache, P cached position
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mlaforge import runtime
+from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.dispatch import Op
+from mlaforge.ops.dispatch import Op, triton_device
 from mlaforge.ops.native import kernel, supports_bfloat16
 from mlaforge.ops.paged_attention_cpu import paged_attention_runs
 
 
 def paged_attention(
-    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, implementation: str | None = None
-) -> tuple[Tensor, Tensor]:
+    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, sinks_H: Tensor | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention; `view` defines what each query token sees (ops/cache_view.py).
 
     k_LGD and v_LGV are views over all slots of a layer's cache, with any strides, in the queries' dtype or in one that
-    is cast to it (bf16, fp8). The caller applies a learned sink: out * sigmoid(lse - sink). Returns out [N, H, V] in
-    the queries' dtype and lse [N, H], the natural logarithm of the softmax denominator, in fp32; a row that sees
-    nothing gives 0 and -inf. `implementation` None lets ops/dispatch.py choose. UserError if the named one cannot run.
+    is cast to it (bf16, fp8). sinks_H: learned sinks, by which out becomes out * sigmoid(lse - sink). Returns out
+    [N, H, V] in the queries' dtype and lse [N, H], the natural logarithm of the softmax denominator without sinks, in
+    fp32; a row that sees nothing gives 0 and -inf. `implementation` None lets ops/dispatch.py choose. UserError if the
+    named one cannot run.
     """
-    out, lse = OP(q_NHD, k_LGD, v_LGV, view, scale, implementation=implementation)
+    out, lse = OP(q_NHD, k_LGD, v_LGV, view, scale, sinks_H, implementation=implementation)
     return out, lse
+
+
+def apply_sinks(out_NHV: Tensor, lse_NH: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """Return attention with learned sinks, from attention without."""
+    if sinks_H is None:
+        return out_NHV
+    return out_NHV * sink_share(lse_NH.T, sinks_H).T[..., None].to(out_NHV.dtype)
 
 
 def capturable(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> bool:
@@ -41,7 +49,9 @@ def capturable(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, sca
     return OP.capturable(q_NHD, k_LGD, v_LGV, view, scale)
 
 
-def reference(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
+def reference(
+    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute in fp32, sequence by sequence. Reads the lengths from the device."""
     (N, H, _), G, V = q_NHD.shape, k_LGD.shape[1], v_LGV.shape[2]
     out_NHV = q_NHD.new_zeros(N, H, V)
@@ -71,21 +81,27 @@ def reference(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scal
         out_TGEV = torch.einsum("tgep,pgv->tgev", weights, v_LGV[slot_P].float())
         out_NHV[rows] = out_TGEV.flatten(1, 2).to(q_NHD.dtype)
         lse_NH[rows] = lse_TGE.flatten(1, 2)
-    return out_NHV, lse_NH
+    return apply_sinks(out_NHV, lse_NH, sinks_H), lse_NH
 
 
-def _triton(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
+def _runs(
+    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    out, lse = paged_attention_runs(q_NHD, k_LGD, v_LGV, view, scale)
+    return apply_sinks(out, lse, sinks_H), lse
+
+
+def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
     from mlaforge.ops import paged_attention_triton
 
-    return paged_attention_triton.attend(q_NHD, k_LGD, v_LGV, view, scale)
+    return paged_attention_triton.attend(*inputs)
 
 
-def _triton_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
-    # Importing Triton takes a second; a CPU that never runs it should not pay for it.
-    if q_NHD.device.type != "cuda" and not runtime.triton_interpreted():
-        return f"it needs CUDA tensors, the inputs are on {q_NHD.device.type}"
-    if find_spec("triton") is None:
-        return "triton is not installed"
+def _triton_supports(
+    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, *others: Any
+) -> Literal[True] | str:  # fmt: skip
+    if (reason := triton_device(q_NHD.device)) is not True:
+        return reason
     if view.tree_Tn is not None:
         return "it does not support trees"
     from mlaforge.ops import paged_attention_triton
@@ -93,7 +109,9 @@ def _triton_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheVie
     return paged_attention_triton.supports(q_NHD, k_LGD, v_LGV)
 
 
-def _runs_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> Literal[True] | str:
+def _runs_supports(
+    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, *others: Any
+) -> Literal[True] | str:  # fmt: skip
     if q_NHD.device.type != "cpu":
         return f"it needs CPU tensors, the inputs are on {q_NHD.device.type}"
     if k_LGD.dtype != q_NHD.dtype:
@@ -105,14 +123,16 @@ def _runs_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView,
     return True
 
 
-def _native(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
+def _native(
+    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     (L, G, _), W, V = k_LGD.shape, k_LGD.stride(0), v_LGV.shape[2]
     rows_LW, values = k_LGD.as_strided((L, W), (W, 1)), v_LGV.storage_offset() - k_LGD.storage_offset()
     table, window = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1), view.window or 0
     out, lse = kernel("decode")(
         q_NHD, rows_LW, None, [0], G, V, values, *table, view.block_size, window, scale, view.tree_Tn
     )
-    return out, lse
+    return apply_sinks(out, lse, sinks_H), lse
 
 
 def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, *others: Any) -> Literal[True] | str:
@@ -131,5 +151,5 @@ def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, *others: Any) 
 
 OP = Op("paged_attention", reference)
 OP.register_native(_native_supports, _native)
-OP.register("runs", paged_attention_runs, _runs_supports, device_type="cpu")
+OP.register("runs", _runs, _runs_supports, device_type="cpu")
 OP.register("triton", _triton, _triton_supports, device_type="cuda", capturable=True)

@@ -58,6 +58,12 @@ def _finite(x):
 
 
 @triton.jit
+def _sink_divisor(lse, sink):
+    """Return what a learned sink divides the output by: the inverse of sigmoid(lse - sink)."""
+    return 1.0 + tl.exp(sink.to(tl.float32) - lse)
+
+
+@triton.jit
 def _locate(
     tile, tiles, query_start, num_sequences, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEARCHED: tl.constexpr
 ):  # fmt: skip
@@ -95,14 +101,16 @@ def _share(lowest, highest, first, split, splits, WINDOW: tl.constexpr, BLOCK_N:
     do_not_specialize_on_alignment=["table", "seq_lens", "firsts", "query_start"],
 )
 def attend_kernel(
-    q, k, v, out, parts, lse, table, seq_lens, firsts, query_start, scale_log2,
+    q, k, v, out, parts, lse, sinks, table, seq_lens, firsts, query_start, scale_log2,
     q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, num_sequences, tiles,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V0: tl.constexpr,
     V1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEARCHED: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, KV heads, splits). Contiguous outputs: lse [N, H, splits], and out [N, H, V] or, for several splits,
-    fp32 parts [N, H, splits, V]. Strides count UNIT elements. 0: no WINDOW or piece. V_IN_K: D0 and D1 are V's too."""
+    fp32 parts [N, H, splits, V], to which the merge applies the SINKS [H]. Strides count UNIT elements. 0: no WINDOW or
+    piece. V_IN_K: D0 and D1 are V's too."""
     g, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     heads, splits = tl.num_programs(1) * GROUP, tl.num_programs(2)
     s, tile = _locate(tl.program_id(0), tiles, query_start, num_sequences, GROUP, BLOCK_M, SEARCHED)
@@ -173,10 +181,15 @@ def attend_kernel(
             acc1 = tl.dot(weights, v1, acc1 * fade[:, None], input_precision=PRECISION)
     total = tl.where(total > 0, total, 1.0)  # rows that see nothing: peak is -inf, acc is 0
     at = (n_row * heads + h) * splits + split
-    tl.store(lse + at, (peak + tl.log2(total)) * 0.6931471805599453, mask=real)
-    acc0 = acc0 / total[:, None]
+    row_lse = (peak + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse + at, row_lse, mask=real)
+    divisor = total
+    if SINKS:  # noqa: SIM102 (known when it is compiled)
+        if splits == 1:
+            divisor = total * _sink_divisor(row_lse, tl.load(sinks + h, mask=real, other=0.0))
+    acc0 = acc0 / divisor[:, None]
     if V1 > 0:
-        acc1 = acc1 / total[:, None]
+        acc1 = acc1 / divisor[:, None]
     if splits == 1:
         _put(out + at * V, real, acc0, 0, V0, V)
         if V1 > 0:
@@ -189,11 +202,12 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
-    parts, lses, out, lse, splits, V: tl.constexpr, BLOCK_V: tl.constexpr, MOST: tl.constexpr, BLOCK_S: tl.constexpr
+    parts, lses, out, lse, sinks, splits, H: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, MOST: tl.constexpr,
+    BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (N * H, pieces of BLOCK_V values): merge parts [N * H, splits, V] and lses [N * H, splits], at most MOST
-    splits, into out [N * H, V] and lse [N * H]. Loads of values wait for no other values: BLOCK_S splits are in flight
-    at a time."""
+    splits, into out [N * H, V] and lse [N * H], which does not count the SINKS [H]. Loads of values wait for no other
+    values: BLOCK_S splits are in flight at a time."""
     row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     i = tl.arange(0, MOST)
     every_lse = tl.load(lses + row * splits + i, mask=i < splits, other=float("-inf"))
@@ -208,8 +222,11 @@ def merge_kernel(
         part = tl.load(parts + (row * splits + split)[:, None] * V + d[None, :], mask=live, other=0.0)
         acc += tl.sum(part * tl.exp(part_lse - _finite(peak))[:, None], 0)
     total = tl.where(total > 0, total, 1.0)
+    row_lse = peak + tl.log(total)
     if tl.program_id(1) == 0:
-        tl.store(lse + row, peak + tl.log(total))
+        tl.store(lse + row, row_lse)
+    if SINKS:
+        total *= _sink_divisor(row_lse, tl.load(sinks + row % H))
     tl.store(out + row * V + d, (acc / total).to(out.dtype.element_ty), mask=d < V)
 
 
@@ -277,7 +294,7 @@ class Launch:
 
 def make_launch(
     q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, splits: int | None = None,
-    gpu: GpuProperties | None = None,
+    gpu: GpuProperties | None = None, sinks_H: Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """Prepare a launch from shapes, strides and the view's host values. Allocates the outputs: `out` [N, H, V] and, for
     several splits, `parts` [N, H, splits, V].
@@ -312,14 +329,15 @@ def make_launch(
     # too.
     unit = math.gcd(16, *strides.values())
     arguments = {
-        "q": q_NHD, "k": k_LGD, "v": v_LGV, "out": out, "parts": parts, "lse": lse, "table": view.block_table_SB,
+        "q": q_NHD, "k": k_LGD, "v": v_LGV, "out": out, "parts": parts, "lse": lse,
+        "sinks": lse if sinks_H is None else sinks_H, "table": view.block_table_SB,
         "seq_lens": view.seq_lens_S, "firsts": view.first_S, "query_start": view.query_start_S1,
         "scale_log2": scale * math.log2(math.e),
         **{name: stride // unit for name, stride in strides.items()}, "UNIT": unit,
         "table_row": view.block_table_SB.stride(0), "num_sequences": S, "tiles": tiles if rectangular else 0,
         "GROUP": group, "WINDOW": view.window or 0, "BLOCK_SIZE": view.block_size, "V_IN_K": v_in_k, "D": D, "D0": D0,
         "D1": D1, "D2": D2, "V": V, "V0": V0, "V1": V1, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "SEARCHED": SEARCHED,
-        "PRECISION": "ieee" if q_NHD.dtype == torch.float32 else "tf32",
+        "PRECISION": "ieee" if q_NHD.dtype == torch.float32 else "tf32", "SINKS": sinks_H is not None,
     }  # fmt: skip
     return Launch((grid_x, G, splits), arguments, {"num_warps": num_warps, "num_stages": num_stages})
 
@@ -385,10 +403,11 @@ def choose_splits(programs: int, most: int, room: int) -> int:
 
 
 def attend(
-    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, splits: int | None = None
-) -> tuple[Tensor, Tensor]:
+    q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, sinks_H: Tensor | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """ops.paged_attention; `splits` overrides the number of parts into which each tile's positions are cut."""
-    return run(make_launch(q_NHD, k_LGD, v_LGV, view, scale, splits))
+    return run(make_launch(q_NHD, k_LGD, v_LGV, view, scale, splits, sinks_H=sinks_H))
 
 
 def run(launch: Launch) -> tuple[Tensor, Tensor]:
@@ -402,17 +421,21 @@ def run(launch: Launch) -> tuple[Tensor, Tensor]:
         if splits == 1:
             return out, lse[..., 0]
         merged_lse = lse.new_empty(N, H)
-        grid, arguments = merge_launch(parts, lse, out, merged_lse)
+        sinks = launch.arguments["sinks"] if launch.arguments["SINKS"] else None
+        grid, arguments = merge_launch(parts, lse, out, merged_lse, sinks)
         merge_kernel[grid](**arguments, num_warps=4)
     return out, merged_lse
 
 
-def merge_launch(parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
+def merge_launch(
+    parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks_H: Tensor | None = None
+) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return the grid and the arguments of a merge."""
     (N, H, splits), V = lses.shape, out.shape[-1]
     block = min(128, triton.next_power_of_2(V))
     arguments = {
-        "parts": parts, "lses": lses, "out": out, "lse": lse, "splits": splits, "V": V, "BLOCK_V": block,
-        "MOST": MOST_SPLITS, "BLOCK_S": 16,
+        "parts": parts, "lses": lses, "out": out, "lse": lse, "sinks": lses if sinks_H is None else sinks_H,
+        "splits": splits, "H": H, "V": V, "BLOCK_V": block, "MOST": MOST_SPLITS, "BLOCK_S": 16,
+        "SINKS": sinks_H is not None,
     }  # fmt: skip
     return (N * H, triton.cdiv(V, block)), arguments

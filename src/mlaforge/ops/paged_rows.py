@@ -105,14 +105,17 @@ class PagedRows:
             row_ids = torch.arange(table_SK.numel(), dtype=torch.int32, device=table_SK.device)
             return rows, dataclasses.replace(view, block_table_SB=row_ids.view_as(table_SK))
         blocks_B, gathered = host_view(view).gathered
-        size = view.block_size
+        return self.read_blocks(blocks_B, view.block_size), gathered
+
+    def read_blocks(self, blocks_B: Tensor, size: int) -> Tensor:
+        """Return the rows of blocks of `size` slots, [B size, W] in the model's dtype."""
         if self.unquantized is None:
-            return self.format.read(self.packed, self.units(blocks_B, size)).to(self.dtype), gathered
+            return self.format.read(self.packed, self.units(blocks_B, size)).to(self.dtype)
         mask_B = blocks_B * size >= self.slots
         rows = torch.empty(len(blocks_B), size, self.format.width, dtype=torch.bfloat16, device=blocks_B.device)
         rows[mask_B] = self.unquantized_rows(blocks_B[mask_B], size).view(-1, *rows.shape[1:])
         rows[~mask_B] = self.format.read(self.packed, self.units(blocks_B[~mask_B], size)).view(-1, *rows.shape[1:])
-        return rows.flatten(0, 1).to(self.dtype), gathered
+        return rows.flatten(0, 1).to(self.dtype)
 
     def move(self, slots_N: Tensor, rows_K: Tensor) -> None:
         """Compact the rows that a step wrote to `slots_N`: rows number `rows_K`, ascending, move to its first slots."""

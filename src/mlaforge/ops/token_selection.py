@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -22,9 +21,8 @@ from torch import Tensor
 from mlaforge.modeling.rope_mla import rotate
 from mlaforge.modeling.token_index_mla import LARGEST_KEY, scores
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.dispatch import Op
+from mlaforge.ops.dispatch import Op, triton_device
 from mlaforge.ops.native import kernel, supports_bfloat16
-from mlaforge.runtime import triton_interpreted
 
 # Tokens whose index keys are stored together, element by element.
 KEY_TILE = 16
@@ -218,11 +216,8 @@ def _selected_scores(inputs: Sequence[Any], outputs: tuple[Tensor, Tensor]) -> S
 def _triton_supports(
     q_NX: Tensor, index: TokenIndex, rotation_N1P: Any, keys: Tensor, view: CacheView, *others: Any
 ) -> Literal[True] | str:
-    # Importing Triton takes a second; a CPU that never runs it should not pay for it.
-    if q_NX.device.type != "cuda" and not triton_interpreted():
-        return f"it needs CUDA tensors, queries are on {q_NX.device.type}"
-    if find_spec("triton") is None:
-        return "triton is not installed"
+    if (reason := triton_device(q_NX.device)) is not True:
+        return reason
     if view.tree_Tn is not None:
         return "it does not support trees"
     from mlaforge.ops import token_selection_triton

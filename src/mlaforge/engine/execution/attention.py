@@ -19,19 +19,20 @@ from torch.nn import functional as F
 
 from mlaforge.engine.execution.batch import AttentionProbe, Batch
 from mlaforge.engine.execution.indexer import Selections, make_indexer
+from mlaforge.engine.execution.latent_prompts import attend_prompt
 from mlaforge.engine.execution.linear import fused
 from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
-from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import RotationTable, rotate
+from mlaforge.ops.absorbed_latents import ABSORB_AND_STORE, UP_PROJECT_VALUES, AbsorbedWeights
 from mlaforge.ops.attention_mass import attention_with_mass, last_query_row, probe_attention_mass
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.dispatch import refresh
+from mlaforge.ops.dispatch import prefers_triton, refresh
 from mlaforge.ops.host_view import host_view
 from mlaforge.ops.latent_attention import LATENT, LATENT_ROPE, LatentWeights
 from mlaforge.ops.packed_attention import OP as PACKED_ATTENTION
 from mlaforge.ops.paged_attention import OP as PAGED_ATTENTION
-from mlaforge.ops.paged_attention import capturable, paged_attention
+from mlaforge.ops.paged_attention import apply_sinks, capturable, paged_attention
 from mlaforge.ops.paged_rows import PagedRows, native_reads
 from mlaforge.ops.rope_and_store import OP as ROPE_AND_STORE
 
@@ -99,9 +100,10 @@ class PagedGroupedQueryAttention:
             projection.weight = _reordered(projection.weight, order)
             if projection.bias is not None:
                 projection.bias = _reordered(projection.bias, order)
-        self.norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
-        for norm in self.norms or ():
-            norm.weight = _reordered(norm.weight, order)
+        self.norms: tuple[Tensor, Tensor, float] | None = None
+        if hasattr(attention, "q_norm"):
+            weights = (_reordered(norm.weight, order).detach() for norm in (attention.q_norm, attention.k_norm))
+            self.norms = (*weights, attention.q_norm.variance_epsilon)
         self.qkv = self.input_projection = fused([attention.q_proj, attention.k_proj, attention.v_proj], format)
         self.o_proj = fused([attention.o_proj], format)
         self.sinks = attention.sinks if sinks else None
@@ -128,11 +130,8 @@ class PagedGroupedQueryAttention:
         N, H, G, D = normed_NC.shape[0], self.num_heads, self.num_kv_heads, self.head_dim
         qkv = self.qkv(normed_NC)
         qk_NHD = qkv[:, : (H + G) * D].view(N, H + G, D)
-        if self.norms:
-            for norm, part in zip(self.norms, qk_NHD.split([H, G], dim=1), strict=True):
-                part.copy_(norm(part))
         # In place, so that the row to cache follows the queries in memory.
-        self.rope_and_store(qkv, step.rotation_N1P, self.rows, view.slots_N, H + G, D)
+        self.rope_and_store(qkv, step.rotation_N1P, self.rows, view.slots_N, H + G, D, self.norms)
         if view.packs_2K is not None:
             self.rows.pack(view.packs_2K, view.block_size)
         probe = step.probe(view)
@@ -140,24 +139,22 @@ class PagedGroupedQueryAttention:
             keys_NF = qkv[:, H * D : (H + G) * D]
             view = self.sparse(keys_NF, qkv, step.rotation_N1P, self.rows, view, step.selections, probe)
             probe = None
-        out_NHD, lse_NH = self._attend(qk_NHD[:, :H], probe, view)
-        if self.sinks is not None:
-            out_NHD = out_NHD * sink_share(lse_NH.T, self.sinks).T[..., None].to(out_NHD.dtype)
+        out_NHD = self._attend(qk_NHD[:, :H], probe, view)
         return self.o_proj(out_NHD.reshape(N, H * D), residual_NC)
 
-    def _attend(self, q_NHD: Tensor, probe: AttentionProbe | None, view: CacheView) -> tuple[Tensor, Tensor]:
-        """As ops.paged_attention; records to `probe`."""
+    def _attend(self, q_NHD: Tensor, probe: AttentionProbe | None, view: CacheView) -> Tensor:
+        """Return attention with sinks, [N, H, D]; record to `probe`."""
         if probe is not None:
             out_NHD, lse_NH, attention_mass = attention_with_mass(
                 q_NHD, self.rows, self.num_kv_heads, view, self.scaling, probe.sequences
             )
             probe.layers.append(attention_mass)
-            return out_NHD, lse_NH
-        if self.k_LGD is not None and self.v_LGD is not None:
-            out_NHD, lse_NH = self.attend(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
+        elif self.k_LGD is not None and self.v_LGD is not None:
+            out: Tensor = self.attend(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling, self.sinks)[0]
+            return out
         else:
             out_NHD, lse_NH = self.attend(q_NHD, self.rows, view, self.scaling)
-        return out_NHD, lse_NH
+        return apply_sinks(out_NHD, lse_NH, self.sinks)
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can capture a step of this layer."""
@@ -188,6 +185,7 @@ class PagedLatentAttention:
         self.fused = FusedLatent.of(attention, rows)
         # On a CPU arithmetic limits the product with decompressed keys and values.
         self.latent = attention.float() if rows.packed.device.type == "cpu" else attention
+        self.absorbed = AbsorbedWeights.of(attention) if attention.rope_dim and self.fused is None else None
 
     def bind_cache(self, rows: PagedRows) -> None:
         """Use `rows` as the cache from now on."""
@@ -196,7 +194,7 @@ class PagedLatentAttention:
     def __call__(self, normed_NC: Tensor, view: CacheView, step: Step, residual_NC: Tensor | None) -> Tensor:
         """Return the layer's output for normed hidden states, plus `residual_NC`. `view`: of the layer's group."""
         latent = self.latent
-        N, W = normed_NC.shape[0], self.widths[1]
+        W = self.widths[1]
         q_kv_NX = self.q_kv_a(normed_NC)
         if self.q_b_proj is not None:
             q_kv_NX = torch.cat((self.q_b_proj(q_kv_NX[:, :-W]), q_kv_NX[:, -W:]), dim=1)
@@ -212,21 +210,29 @@ class PagedLatentAttention:
             if probe is not None:
                 probe.layers.append(self._attention_mass(q_kv_NX[:, :-W], step, view, probe.sequences))
             return self.o_proj(out, residual_NC)
-        q, row_NW = q_kv_NX[:, :-W], q_kv_NX[:, -W:]
-        q_NHD = self._queries(q, step)
+        if not any(view.prompts) and latent.rope_dim:
+            out_NX = self._absorbed(q_kv_NX, step.rotation_N1P, view)
+        else:
+            q_NHD = self._write(q_kv_NX, step, view)
+            mixed = view.tree_Tn is None and view.positions_SK is None and prefers_triton(self.rows.device)
+            if mixed and any(view.prompts):
+                out_NX = self._with_prompts(q_kv_NX, q_NHD, step, view)
+            else:
+                out_NX = self._by_sequence(q_NHD, view)
+        if probe is not None:
+            probe.layers.append(self._attention_mass(q_kv_NX[:, :-W], step, view, probe.sequences))
+        return self.o_proj(out_NX.to(normed_NC.dtype), residual_NC)
+
+    def _write(self, q_kv_NX: Tensor, step: Step, view: CacheView) -> Tensor:
+        """Write the step's rows; return the queries [N, H, D] in the dtype of the products."""
+        latent, W = self.latent, self.widths[1]
+        row_NW = q_kv_NX[:, -W:]
         if latent.rope_dim:
             cos, sin = step.cos_N1P[..., latent.rope_index], step.sin_N1P[..., latent.rope_index]
             c, k_rope = row_NW.split([latent.rank, latent.rope_dim], dim=-1)
             row_NW = torch.cat((c, _rotate(k_rope[:, None], cos, sin)[:, 0]), dim=-1)
         self.rows.write(view.slots_N, row_NW)
-        if probe is not None:
-            probe.layers.append(self._attention_mass(q, step, view, probe.sequences))
-        q_NHD = q_NHD.to(latent.kv_b_proj.weight.dtype)
-        if latent.rope_dim and not any(view.prompts):
-            out_NHV = self._absorbed(q_NHD, view)
-        else:
-            out_NHV = self._by_sequence(q_NHD, view)
-        return self.o_proj(out_NHV.to(normed_NC.dtype).reshape(N, -1), residual_NC)
+        return self._queries(q_kv_NX[:, :-W], step).to(latent.kv_b_proj.weight.dtype)
 
     def _queries(self, q_NX: Tensor, step: Step) -> Tensor:
         """Queries [N, H, D] as keys expect them, except that the layout `latent` rotates them later."""
@@ -281,20 +287,41 @@ class PagedLatentAttention:
         q_NHW = rows_L1W.new_empty(0, self.latent.num_heads, rows_L1W.shape[2], dtype=self.rows.dtype)
         return capturable(q_NHW, rows_L1W, rows_L1W[..., : self.latent.rank], view, self.latent.scaling)
 
-    def _absorbed(self, q_NHD: Tensor, view: CacheView) -> Tensor:
-        """Absorbed form, for `latent_rope`: a cached row is the key and the value of all heads."""
-        latent = self.latent
-        q_row, shift = latent.absorbed_queries(q_NHD.transpose(0, 1)[None])
+    def _absorbed(self, q_kv_NX: Tensor, rotation_N1P: Tensor, view: CacheView) -> Tensor:
+        """Absorbed form, for `latent_rope`: a cached row is the key and the value of all heads. Writes the rows.
+        Returns [N, H V]."""
+        latent, weights = self.latent, self.absorbed
+        q_NHW, shift_NH = ABSORB_AND_STORE(q_kv_NX, rotation_N1P, weights, self.rows, view.slots_N, latent.scaling)
         rows_LW, view = (self.rows.packed, view) if self.rows.direct else self.rows.decode(view)
         rows_L1W = rows_LW[:, None]
-        q_NHW = q_row[0].transpose(0, 1).to(self.rows.dtype)
         out_NHR, lse_NH = paged_attention(q_NHW, rows_L1W, rows_L1W[..., : latent.rank], view, latent.scaling)
-        lifted = latent.up_project(out_NHR.transpose(0, 1)[None].to(q_NHD.dtype), lse_NH.T[None] + shift)
-        return lifted[0].transpose(0, 1)
+        out: Tensor = UP_PROJECT_VALUES(out_NHR, lse_NH, shift_NH, weights)
+        return out
+
+    def _with_prompts(self, q_kv_NX: Tensor, q_NHD: Tensor, step: Step, view: CacheView) -> Tensor:
+        """A step with prompts, whose rows are written: each prompt over decompressed keys and values, then all other
+        sequences together. Returns [N, H V]."""
+        out_NX = q_NHD.new_empty(len(q_NHD), self.latent.num_heads * self.latent.v_dim)
+        others = []
+        for index, (q_THD, part, prompt) in enumerate(
+            zip(q_NHD.split(view.queries), out_NX.split(view.queries), view.prompts, strict=True)
+        ):
+            if prompt:
+                part.copy_(attend_prompt(self.latent, q_THD, self.rows, view, index))
+            else:
+                others.append(index)
+        if others:
+            others_view, rows_N = view.part(others)
+            if self.latent.rope_dim:
+                out = self._absorbed(q_kv_NX[rows_N], step.rotation_N1P[rows_N], others_view)
+            else:
+                out = self._by_sequence(q_NHD[rows_N], others_view)
+            out_NX.index_copy_(0, rows_N, out.to(out_NX.dtype))
+        return out_NX
 
     def _by_sequence(self, q_NHD: Tensor, view: CacheView) -> Tensor:
         """One sequence after another: prompts in the expanded form, others in the absorbed one. Positions count from
-        the first row that is read."""
+        the first row that is read. Returns [N, H V]."""
         latent = self.latent
         rows_LW, view = self.rows.decode(view)
         outs = []
@@ -309,7 +336,7 @@ class PagedLatentAttention:
                 q_1HTD = rotate(q_1HTD, cos[:, last], sin[:, last])
             form = latent.expanded if prompt else latent.absorbed
             outs.append(form(q_1HTD, rows_1LW.to(q_1HTD.dtype), mask, positions_L)[0].transpose(0, 1))
-        return torch.cat(outs)
+        return torch.cat(outs).flatten(1)
 
 
 class FusedLatent:

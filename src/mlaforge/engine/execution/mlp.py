@@ -13,9 +13,10 @@ from torch import Tensor
 
 from mlaforge.engine.execution.linear import QUANTIZED, PackedLinear, fused
 from mlaforge.ops import native
+from mlaforge.ops.dispatch import prefers_triton
 from mlaforge.ops.elementwise import SILU_MUL
 from mlaforge.ops.linear import GATED_MLP
-from mlaforge.ops.mxfp4_experts import OP, Mxfp4Experts
+from mlaforge.ops.mxfp4_experts import MIXTURE, Mxfp4Experts
 
 
 class GatedMlp:
@@ -29,14 +30,14 @@ class GatedMlp:
         # transformers has its own class besides torch's.
         silu = type(self.act).__name__ in ("SiLU", "SiLUActivation")
         dtype = QUANTIZED.get(format, weight.dtype)
-        # Elsewhere two of torch's kernels round between them, as the model's class does.
-        fused_act = silu and weight.device.type == "cpu" and dtype == torch.bfloat16 and native.is_available()
+        native_act = weight.device.type == "cpu" and dtype == torch.bfloat16 and native.is_available()
         example = weight.new_empty(0, 0, dtype=dtype)
-        self.silu_mul = SILU_MUL.bind(example) if fused_act else None
+        # Elsewhere two of torch's kernels round between them, as the model's class does.
+        self.silu_mul = SILU_MUL.bind(example) if silu and (native_act or prefers_triton(weight.device)) else None
         packed = self.gate_up.packed is not None and self.down.packed is not None
-        self.gated_mlp = GATED_MLP.bind(example) if fused_act and packed else None
+        self.gated_mlp = GATED_MLP.bind(example) if silu and native_act and packed else None
 
-    def __call__(self, normed_NC: Tensor, residual_NC: Tensor) -> Tensor:
+    def __call__(self, normed_NC: Tensor, residual_NC: Tensor | None) -> Tensor:
         if self.gated_mlp is not None:
             first, last = self.gate_up, self.down
             out_NC: Tensor = self.gated_mlp(
@@ -67,10 +68,10 @@ class CpuExperts:
         self.down = _packed(experts.down_proj, experts.down_proj_bias, format)
         del experts.gate_up_proj, experts.down_proj
 
-    def __call__(self, normed_NC: Tensor, residual_NC: Tensor) -> Tensor:
+    def __call__(self, normed_NC: Tensor, residual_NC: Tensor | None) -> Tensor:
         best_NK, expert_NK = self.router(normed_NC).topk(self.top_k)
         weights_NK = best_NK.softmax(dim=-1)
-        out_NC = residual_NC.clone()
+        out_NC = torch.zeros_like(normed_NC) if residual_NC is None else residual_NC.clone()
         order = expert_NK.flatten().argsort(stable=True)
         row_of = order // expert_NK.shape[1]
         counts = expert_NK.flatten().bincount(minlength=len(self.down)).tolist()
@@ -96,16 +97,14 @@ class Mxfp4Mixture:
         self.router = PackedLinear(router.weight, router.bias, str(router.weight.dtype).removeprefix("torch."))
         self.top_k, self.packed = router.top_k, mlp.experts.packed
 
-    def __call__(self, normed_NC: Tensor, residual_NC: Tensor) -> Tensor:
-        best_NK, expert_NK = self.router(normed_NC).topk(self.top_k)
-        (out,) = OP(normed_NC, expert_NK, best_NK.softmax(dim=-1), *self.packed)
-        return out.add_(residual_NC)
+    def __call__(self, normed_NC: Tensor, residual_NC: Tensor | None) -> Tensor:
+        out_NC: Tensor = MIXTURE(normed_NC, self.router(normed_NC), self.top_k, *self.packed)
+        return out_NC if residual_NC is None else out_NC.add_(residual_NC)
 
     def capturable(self) -> bool:
         """Whether a CUDA graph can capture a step of this mixture."""
         *_, bias_EC, _, _ = self.packed
-        expert_NK = torch.empty(0, self.top_k, dtype=torch.int64, device=bias_EC.device)
-        return OP.capturable(bias_EC[:0], expert_NK, expert_NK, *self.packed)
+        return MIXTURE.capturable(bias_EC[:0], bias_EC[:0], self.top_k, *self.packed)
 
 
 class GroupedExperts:
@@ -115,17 +114,17 @@ class GroupedExperts:
     def __init__(self, mlp: Any):
         self.mlp = mlp
 
-    def __call__(self, normed_NC: Tensor, residual_NC: Tensor) -> Tensor:
+    def __call__(self, normed_NC: Tensor, residual_NC: Tensor | None) -> Tensor:
         out: Tensor = self.mlp(normed_NC[None])[0][0]
-        return out.add_(residual_NC)
+        return out if residual_NC is None else out.add_(residual_NC)
 
 
-Mlp = Callable[[Tensor, Tensor], Tensor]
+Mlp = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def make_mlp(mlp: Any, format: str, device: torch.device) -> Mlp:
-    """Return the engine's MLP for that of a decoder layer: from normed hidden states [N, C] and a residual to their
-    sum."""
+    """Return the engine's MLP for that of a decoder layer: from normed hidden states [N, C], plus a residual if
+    there is one."""
     if not hasattr(mlp, "experts"):
         return GatedMlp(mlp, format)
     if isinstance(mlp.experts, Mxfp4Experts):

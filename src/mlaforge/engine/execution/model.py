@@ -23,7 +23,8 @@ from mlaforge.engine.execution.weight_bytes import weight_bytes
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.ops import native
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.elementwise import RMS_NORM
+from mlaforge.ops.dispatch import prefers_triton
+from mlaforge.ops.elementwise import ADD_RMS_NORM, RMS_NORM
 from mlaforge.runtime import log, progress, resolve_dtype
 
 # The last line on standard error when a weight file is truncated during use; the exit code is 2.
@@ -48,6 +49,21 @@ def choose_format(name: str, source: SourceModel, device: torch.device) -> str:
         format, reason = "float32", "neither AMX, AVX-512 BF16 nor compiled kernels"
     log(f"dtype auto: {format} ({reason})")
     return format
+
+
+class AddRmsNorm:
+    """RMS norm of a sum, on a GPU: one kernel adds the output of a layer's half to the residual stream and norms it."""
+
+    def __init__(self, norm: Any):
+        self.weight, self.eps = norm.weight.detach(), norm.variance_epsilon
+
+    def __call__(self, x_NC: Tensor) -> Tensor:
+        return self.add(x_NC, None)[0]
+
+    def add(self, x_NC: Tensor, residual_NC: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + residual, and this sum."""
+        normed, total = ADD_RMS_NORM(x_NC, residual_NC, self.weight, self.eps)
+        return normed, total
 
 
 class RmsNorm:
@@ -77,6 +93,10 @@ def folded(norm: Any, reader: Any) -> Any:
     return norm
 
 
+def _sum(out_NC: Tensor, residual_NC: Tensor | None) -> Tensor:
+    return out_NC if residual_NC is None else out_NC + residual_NC
+
+
 def _identity(x: Tensor) -> Tensor:
     return x
 
@@ -97,6 +117,16 @@ class Layer:
     def __call__(self, hidden_NC: Tensor, view: CacheView, step: Step) -> Tensor:
         hidden_NC = self.attention(self.input_norm(hidden_NC), view, step, hidden_NC)
         return self.mlp(self.post_attention_norm(hidden_NC), hidden_NC)
+
+    def deferred(
+        self, out_NC: Tensor, residual_NC: Tensor | None, view: CacheView, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """As __call__ on out + residual, for norms that add: return the output of the MLP and the residual to which the
+        next norm adds it."""
+        normed_NC, residual_NC = self.input_norm.add(out_NC, residual_NC)
+        out_NC = self.attention(normed_NC, view, step, None)
+        normed_NC, residual_NC = self.post_attention_norm.add(out_NC, residual_NC)
+        return self.mlp(normed_NC, None), residual_NC
 
 
 class EngineModel:
@@ -159,18 +189,26 @@ class EngineModel:
 
     def make_norm(self, norm: Any) -> Any:
         """Return the engine's norm for this device, for a norm of the model or of a draft head."""
+        if prefers_triton(self.device):
+            return AddRmsNorm(norm)
         return RmsNorm(norm) if self.device.type == "cpu" else norm
 
     def hidden(self, token_ids_N: Tensor, step: Step) -> Tensor:
         """Return hidden states before the final norm, [N, C]; with `boundaries`, the C columns captured at each of them
         follow."""
         hidden_NC = F.embedding(token_ids_N, self.embedding)
+        residual_NC: Tensor | None = None
         captured = {}
         views = step.batch.layer_views([layer.attention.group for layer in self.layers])
         for index, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
             if index in self.boundaries:
+                hidden_NC, residual_NC = _sum(hidden_NC, residual_NC), None
                 captured[index] = hidden_NC
-            hidden_NC = layer(hidden_NC, view, step)
+            if isinstance(layer.input_norm, AddRmsNorm):
+                hidden_NC, residual_NC = layer.deferred(hidden_NC, residual_NC, view, step)
+            else:
+                hidden_NC = layer(hidden_NC, view, step)
+        hidden_NC = _sum(hidden_NC, residual_NC)
         if not self.boundaries:
             return hidden_NC
         captured[len(self.layers)] = hidden_NC

@@ -1,0 +1,56 @@
+"""Kernels that a decode step of one layer launches on a GPU: on a small model each costs about as much as its launch."""
+
+import pytest
+import torch
+
+from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.engine import Engine
+from mlaforge.engine.execution import model as execution
+from mlaforge.engine.sampling.params import SamplingParams
+from support.tiny_models import save_packed
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it needs the simulated device")
+# Model -> most kernels of a layer.
+MOST = {"llama": 10, "qwen3": 10, "gpt_oss": 13, "latent_rope": 12, "fp8": 10}
+
+
+@pytest.fixture(scope="module")
+def models(tiny_models, converted, tmp_path_factory):
+    packed = save_packed(tiny_models["gpt_oss"], tmp_path_factory.mktemp("kernels") / "packed")
+    return {
+        **tiny_models, "gpt_oss": packed, "fp8": tiny_models["llama"],
+        "latent_rope": converted("llama", "latent_rope"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_kernels_of_a_layer(name, models, cuda, monkeypatch):
+    layers: list[list[str]] = []
+    deferred = execution.Layer.deferred
+
+    def counted(layer, *inputs):
+        before = len(cuda.kernels)
+        outputs = deferred(layer, *inputs)
+        layers.append(cuda.kernels[before:])
+        return outputs
+
+    monkeypatch.setattr(execution.Layer, "deferred", counted)
+    options = {"kv_cache_dtype": "fp8"} if name == "fp8" else {}
+    config = EngineConfig(
+        device="cuda", dtype="float32", cache_bytes=1 << 22, block_size=16, max_model_len=1024, **options
+    )
+    engine = Engine(models[name], config)
+    engine.add("0", [*range(60, 105)], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+    while not engine.scheduler.running or not engine.scheduler.running[0].decoding:
+        engine.step()
+    # Captured at its first use.
+    engine.step()
+    layers.clear()
+    cuda.clear()
+    engine.step()
+    assert not [wait for wait in cuda.waits if "execution" in wait.line]
+    assert len(layers) >= 2
+    for kernels in layers:
+        # Longer texts have several splits, which are merged.
+        merges = "merge_kernel" not in kernels
+        assert "attend_kernel" in kernels and len(kernels) + merges <= MOST[name], kernels
