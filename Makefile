@@ -95,9 +95,11 @@ bench-serving: $(VENV)/.ready
 bench-kernels: $(VENV)/.ready
 	$(BIN)/python benchmarks/paged_kernels.py --out benchmarks/kernels
 
-# Every Triton kernel compiled for five kinds of GPUs, without one: registers, spills, shared memory, instructions.
+# Every Triton kernel compiled for five kinds of GPUs, without one: registers, spills, shared memory, instructions; and
+# the times predicted from them (planning/kernel_loops.json, docs/reference/kernel-times.md).
 gpu-static: $(VENV)/.ready
 	TRITON_INTERPRET=0 $(BIN)/python -m mlaforge.gpu_verification.static --out benchmarks/gpu_static.json
+	TRITON_INTERPRET=0 $(BIN)/python -m mlaforge.gpu_verification.predictions
 
 # The gates' scenarios on MODEL (default: the demo's), and the verdicts. On a CPU the twins.
 bench: $(VENV)/.ready

@@ -1,5 +1,5 @@
-"""Stage attention: paged attention against the roofline (minimum bytes at the measured copy speed, or FLOPs at the
-measured product speed, whichever takes longer), and the time of the merge of splits.
+"""Stage attention: paged attention against its predicted time (predictions.py) and the roofline (minimum bytes at the
+measured copy speed, or FLOPs at the measured product speed, whichever takes longer), and the time of the merge.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import torch
 from mlaforge.bench import kernels
 from mlaforge.gpu_verification.case import Case, Outcome, Prediction
 from mlaforge.gpu_verification.context import Context
+from mlaforge.gpu_verification.predictions import attention_times
 from mlaforge.ops import paged_attention_triton as attention
 
-# Name -> layout of bench/kernels.py, dtype of rows (None: the queries'), and expected share of the roofline: large
-# reads approach a copy's speed; windows read little, so launches and the merge dominate.
+# Name -> layout of bench/kernels.py, dtype of rows (None: the queries').
 FORMS = {
-    "gqa-64": ("gqa 64/8 x 64", None, 0.6),
-    "gqa-64 fp8": ("gqa 64/8 x 64", torch.float8_e4m3fn, 0.5),
-    "gqa-64 window 128": ("gqa 64/8 x 64, window 128", None, 0.15),
-    "mla 512+64": ("mla 64, 512+64", None, 0.55),
+    "gqa-64": ("gqa 64/8 x 64", None),
+    "gqa-64 fp8": ("gqa 64/8 x 64", torch.float8_e4m3fn),
+    "gqa-64 window 128": ("gqa 64/8 x 64, window 128", None),
+    "mla 512+64": ("mla 64, 512+64", None),
 }
 # By priority: a deadline cuts the end of the list.
 BATCHES, CONTEXTS, QUERIES = (1, 8, 64), (8192, 32768, 131072), (1, 4)
-# Minimum microseconds of a call: two launches in a graph.
-MINIMUM_US = 6.0
+# Share of the roofline, and minimum microseconds (two launches in a graph), that are expected of kernels outside of the
+# table of loops.
+SHARE, MINIMUM_US = 0.5, 6.0
 # Bytes of cached rows read before any is read again: several times the chip's cache.
 COLD = 256 << 20
 
@@ -37,15 +38,22 @@ def cases(context: Context) -> Iterator[Case]:
     if context.twin:
         grid = iter([(96, 2, 1)])
     for (P, S, T), name in itertools.product(list(grid), FORMS):
-        layout, rows, share = FORMS[name]
+        layout, rows = FORMS[name]
         if context.twin and rows is not None:
             continue
-        minimum = kernels.cost(kernels.LAYOUTS[layout], S, P, T, 1 if rows is not None else context.dtype.itemsize)
-        predicted = max(context.roof.seconds(minimum) / share * 1e6, MINIMUM_US)
         yield Case(
-            f"{name}, {S} x {P}, T={T}", Prediction(predicted, "us", share=share),
+            f"{name}, {S} x {P}, T={T}", predicted(context, layout, rows, S, P, T),
             functools.partial(measure, context, layout, rows, S, P, T),
         )  # fmt: skip
+
+
+def predicted(context: Context, name: str, rows: torch.dtype | None, S: int, P: int, T: int) -> Prediction:
+    """Predicted microseconds of a call: the model's, or an expected share of the roofline."""
+    layout, dtype = kernels.LAYOUTS[name], rows or context.dtype
+    roof_us = context.roof.seconds(kernels.cost(layout, S, P, T, dtype.itemsize)) * 1e6
+    times = attention_times(layout, S, P, T, context.dtype, dtype, context.chip)
+    value = sum(time.total for time in times) * 1e6 if times else max(roof_us / SHARE, MINIMUM_US)
+    return Prediction(value, "us", share=roof_us / value)
 
 
 def measure(context: Context, name: str, rows: torch.dtype | None, S: int, P: int, T: int) -> Outcome:

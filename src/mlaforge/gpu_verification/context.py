@@ -14,6 +14,7 @@ import torch
 from mlaforge.gpu_verification.case import Unsupported
 from mlaforge.planning import machines
 from mlaforge.planning.costs import GPUS, Cost, Gpu
+from mlaforge.planning.kernel_time import Chip, describe
 
 T = TypeVar("T")
 
@@ -43,6 +44,20 @@ class Context:
             return Gpu("measured", facts["flops"] / 1e12, facts["bandwidth"] / 1e12, memory, "probe", achievable=1.0)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         return machines.of_device(name) or GPUS["h100"]
+
+    @property
+    def chip(self) -> Chip:
+        """The GPU for predictions of kernels: the clock from its datasheet, or if that is unknown from the measured
+        product; the measured copy speed. On a twin, an H100."""
+        if self.device.type != "cuda":
+            return describe(GPUS["h100"], 90, 132)
+        properties = torch.cuda.get_device_properties(self.device)
+        roof = self.roof
+        # A good product reaches the share `achievable` of a datasheet.
+        estimated = dataclasses.replace(roof, bf16_tflops=roof.flops / Gpu.achievable / 1e12)
+        datasheet = machines.of_device(properties.name) or estimated
+        capability = 10 * properties.major + properties.minor
+        return describe(datasheet, capability, properties.multi_processor_count, self.facts.get("bandwidth"))
 
     def share(self, cost: Cost, seconds: float) -> float:
         """Achieved share of the roofline."""

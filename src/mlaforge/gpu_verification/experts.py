@@ -8,32 +8,42 @@ from typing import Any
 
 import torch
 
-from mlaforge.families.spec import MoeSpec
 from mlaforge.gpu_verification.case import Case, Outcome, Prediction
 from mlaforge.gpu_verification.context import Context
 from mlaforge.gpu_verification.correctness import experts_inputs
+from mlaforge.gpu_verification.predictions import PARTS, ROUTE_US, experts_cost, experts_time
 from mlaforge.ops import mxfp4_experts_triton as experts
-from mlaforge.planning.costs import Cost, experts_touched
+from mlaforge.planning.costs import Cost
 
 # Experts, experts per token, hidden size, intermediate size.
 SIZES, TWIN_SIZES = (32, 4, 2880, 2880), (4, 2, 64, 96)
 TOKENS, TWIN_TOKENS = (1, 4, 8, 64, 512), (1,)
-# Expected share of the roofline, and minimum microseconds, of each part: routing is half a dozen small kernels.
-SHARES = {"route": 1.0, "gate and up": 0.4, "down": 0.4, "sum": 0.3, "whole": 0.35}
-MINIMUM_US = {"route": 25.0, "gate and up": 10.0, "down": 10.0, "sum": 3.0, "whole": 45.0}
-# Bits of a packed weight: a 4-bit code, and an 8-bit scale per 32 codes.
-BITS = 4.25
+# Share of the roofline, and minimum microseconds, that are expected of kernels outside of the table of loops.
+SHARE, MINIMUM_US = 0.4, 10.0
 
 
 def cases(context: Context) -> Iterator[Case]:
     """The stage's cases."""
     for tokens in TWIN_TOKENS if context.twin else TOKENS:
-        for part, share in SHARES.items():
-            predicted = max(context.roof.seconds(cost(context, part, tokens)) / share * 1e6, MINIMUM_US[part])
+        for part in ("route", *PARTS, "whole"):
+            predicted = predicted_us(context, part, tokens)
+            share = context.roof.seconds(cost(context, part, tokens)) * 1e6 / predicted
             yield Case(
-                f"{part}, {tokens} tokens", Prediction(predicted, "us", share=share),
+                f"{part}, {tokens} tokens", Prediction(predicted, "us", share=None if part == "route" else share),
                 functools.partial(measure, context, part, tokens),
             )  # fmt: skip
+
+
+def predicted_us(context: Context, part: str, tokens: int) -> float:
+    """Predicted microseconds of a part: the model's, or an expected share of the roofline."""
+    if part == "route":
+        return ROUTE_US
+    if part == "whole":
+        return ROUTE_US + sum(predicted_us(context, other, tokens) for other in PARTS)
+    time = experts_time(sizes(context), part, tokens, context.dtype, context.chip)
+    if time:
+        return time.total * 1e6
+    return max(context.roof.seconds(cost(context, part, tokens)) / SHARE * 1e6, MINIMUM_US)
 
 
 def sizes(context: Context) -> tuple[int, int, int, int]:
@@ -42,15 +52,8 @@ def sizes(context: Context) -> tuple[int, int, int, int]:
 
 
 def cost(context: Context, part: str, tokens: int) -> Cost:
-    """Minimum bytes and FLOPs of a part under uniform, independent routing."""
-    E, K, C, I = sizes(context)  # noqa: E741
-    read = experts_touched(MoeSpec(E, K), tokens) * BITS / 8
-    pairs, size = tokens * K, context.dtype.itemsize
-    gate = Cost(4.0 * pairs * C * I, read * 2 * C * I + tokens * C * size + pairs * I * size)
-    down = Cost(2.0 * pairs * C * I, read * C * I + pairs * I * size + pairs * C * 4)
-    total = Cost(2.0 * pairs * C, float(pairs * C * 4 + tokens * C * size))
-    route = Cost(0.0, float(pairs * 8))
-    return {"route": route, "gate and up": gate, "down": down, "sum": total, "whole": gate + down + total}[part]
+    """Minimum bytes and FLOPs of a part."""
+    return experts_cost(sizes(context), part, tokens, context.dtype.itemsize)
 
 
 def measure(context: Context, part: str, tokens: int) -> Outcome:

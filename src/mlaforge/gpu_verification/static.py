@@ -11,6 +11,7 @@ import argparse
 import ast
 import hashlib
 import inspect
+import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ import triton
 from mlaforge.bench import machine
 from mlaforge.gpu_verification.compilation import MULTIPROCESSORS, compile_in_subprocess, gpu_of
 from mlaforge.gpu_verification.kernel_launches import LAUNCHES
+from mlaforge.planning import kernel_loops
 from mlaforge.runtime import log
 
 
@@ -58,12 +60,24 @@ def row(name: str, capability: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu_static.json"))
-    out = parser.parse_args().out
+    parser.add_argument("--derive", action="store_true", help="only derive kernel_loops.json from an existing table")
+    arguments = parser.parse_args()
+    if arguments.derive:
+        write_loops(arguments.out)
+        return
     launches = [(name, capability) for capability in MULTIPROCESSORS for name in LAUNCHES if compiles(name, capability)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         rows = list(pool.map(lambda launch: row(*launch), launches))
     command = "python -m mlaforge.gpu_verification.static"
-    machine.write(out, {"command": command, "triton": triton.__version__, "rows": rows})
+    machine.write(arguments.out, {"command": command, "triton": triton.__version__, "rows": rows})
+    write_loops(arguments.out)
+
+
+def write_loops(table: Path) -> None:
+    """Write planning/kernel_loops.json from a table of this module."""
+    rows = json.loads(table.read_text(encoding="utf-8"))["rows"]
+    command = "python -m mlaforge.gpu_verification.static --derive"
+    machine.write(kernel_loops.FILE, {"command": command, "rows": kernel_loops.derive(rows)})
 
 
 def compiles(name: str, capability: int) -> bool:

@@ -1,0 +1,275 @@
+"""Predicted times of this package's Triton kernels, from the launches that ops/ chooses and planning/kernel_time.py.
+
+`python -m mlaforge.gpu_verification.predictions` writes docs/reference/kernel-times.md; a test compares the page with
+the code. Stages attention and experts use the same predictions.
+
+Legend: S sequences, P tokens of each, T query tokens of each; N tokens, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlaforge.bench import kernels
+from mlaforge.families.spec import MoeSpec
+from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.gpu_properties import GpuProperties
+from mlaforge.planning.costs import GPUS, Cost, experts_touched
+from mlaforge.planning.kernel_loops import find
+from mlaforge.planning.kernel_time import L2_LATENCY, MEMORY_LATENCY, Chip, KernelTime, Work, predict
+from mlaforge.planning.published_kernels import HOPPER, published_kernels
+from mlaforge.rendering.table import markdown_table
+
+# Loads that depend on each other before the first product: lengths or offsets, a block or pair number, a row; a merge
+# reads lse, then values, from L2.
+FIRST_LOADS, MERGE_LOADS = 3 * MEMORY_LATENCY, 2 * L2_LATENCY
+# Microseconds of the experts' routing, half a dozen small kernels of torch: not modelled.
+ROUTE_US = 25.0
+# Bytes of a packed weight: a 4-bit code, and an 8-bit scale per 32 codes.
+WEIGHT_BYTES = 4.25 / 8
+
+
+def properties(chip: Chip) -> GpuProperties:
+    """Properties by which ops/ chooses tiles."""
+    return GpuProperties.of_capability(*divmod(chip.capability, 10), chip.multiprocessors)
+
+
+def attention_launch(
+    layout: kernels.Layout, S: int, P: int, T: int, dtype: torch.dtype, rows: torch.dtype, chip: Chip
+) -> Any:
+    """The launch that ops/paged_attention_triton.py chooses; tensors of the cache's size are not allocated."""
+    from mlaforge.ops import paged_attention_triton as attention
+
+    zeros = torch.zeros(S + 1, dtype=torch.int32)
+    view = CacheView(
+        torch.zeros(S, 1, dtype=torch.int32), zeros[:S], zeros[:S], zeros, zeros.long(), kernels.BLOCK, T, P,
+        layout.window,
+    )  # fmt: skip
+    q = torch.empty(S * T, layout.heads, layout.key, dtype=dtype)
+    k, v = kernels.split(layout, torch.empty(32, layout.row, dtype=rows))
+    return attention.make_launch(q, k, v, view, 0.1, gpu=properties(chip))
+
+
+def attention_times(
+    layout: kernels.Layout, S: int, P: int, T: int, dtype: torch.dtype, rows: torch.dtype, chip: Chip
+) -> list[KernelTime] | None:
+    """Time of attention over P cached tokens and, if it is split, of the merge; None if such a kernel has not been
+    compiled for the table."""
+    from mlaforge.ops import paged_attention_triton as attention
+
+    launch = attention_launch(layout, S, P, T, dtype, rows, chip)
+    arguments = launch.arguments
+    loop = find("attend_kernel", chip.capability, {**arguments, **launch.options}, dtype_name(dtype, rows))
+    if loop is None:
+        return None
+    tiles, key_heads, splits = launch.grid
+    M, N, V = (int(arguments[name]) for name in ("BLOCK_M", "BLOCK_N", "V"))
+    keys, values = sum(arguments[name] for name in ("D0", "D1", "D2")), arguments["V0"] + arguments["V1"]
+    span = min(P, (layout.window or P) + T - 1)
+    iterations = math.ceil(math.ceil(span / splits) / N)
+    busy = math.ceil(span / (iterations * N))
+    # Warps that compute the same scores show by their exponentials.
+    repetitions = max(1, int(loop.exponentials * 32 * loop.warps // (M * N)))
+    cost = kernels.cost(layout, S, P, T, rows.itemsize)
+    parts = 4.0 * S * T * layout.heads * V * busy if splits > 1 else 0.0
+    row_bytes = layout.row // layout.key_heads * rows.itemsize
+    work = Work(
+        programs=tiles * key_heads * busy,
+        iterations=iterations,
+        flops=2.0 * M * N * (keys * repetitions + values),
+        memory=cost.bytes,
+        l2=tiles * key_heads * span * row_bytes + parts,
+        first_loads=FIRST_LOADS,
+        asynchronous=M >= 64 and properties(chip).asynchronous,
+    )
+    times = [predict(loop, work, chip)]
+    if splits > 1:
+        N_H, outputs = S * T * layout.heads, torch.empty(1, 1, V, dtype=dtype)
+        sizes = torch.empty(1, 1, splits, V), torch.empty(1, 1, splits), outputs, torch.empty(1, 1)
+        (_, pieces), arguments = attention.merge_launch(*sizes)
+        merge = find("merge_kernel", chip.capability, None)
+        assert merge, "every capability has a merge"
+        rounds = math.ceil(splits / arguments["BLOCK_S"])
+        times.append(predict(merge, Work(N_H * pieces, rounds, 0.0, 0.0, parts, MERGE_LOADS), chip))
+    return times
+
+
+def dtype_name(dtype: torch.dtype, rows: torch.dtype) -> str:
+    """Name of the loops of a dtype of queries and of cached rows."""
+    if rows == torch.float8_e4m3fn:
+        return "fp8"
+    return "fp32" if dtype == torch.float32 else "bf16"
+
+
+def expected_tiles(tokens: int, K: int, E: int, size: int) -> float:
+    """Expected tiles of `size` pairs over all experts under independent, uniform routing."""
+    p, total = K / E, 0.0
+    if p >= 1:
+        return float(E * math.ceil(tokens / size))
+    for count in range(1, tokens + 1):
+        log = math.lgamma(tokens + 1) - math.lgamma(count + 1) - math.lgamma(tokens - count + 1)
+        total += math.ceil(count / size) * math.exp(log + count * math.log(p) + (tokens - count) * math.log1p(-p))
+    return round(E * total, 6)
+
+
+def experts_cost(sizes: tuple[int, int, int, int], part: str, tokens: int, itemsize: int) -> Cost:
+    """Minimum bytes and FLOPs of a part of MXFP4 experts under uniform, independent routing: `route`, `gate and up`,
+    `down`, `sum` or `whole`. sizes: E, K, hidden, intermediate."""
+    E, K, C, I = sizes  # noqa: E741
+    read, pairs = experts_touched(MoeSpec(E, K), tokens) * WEIGHT_BYTES, tokens * K
+    gate = Cost(4.0 * pairs * C * I, read * 2 * C * I + tokens * C * itemsize + pairs * I * itemsize)
+    down = Cost(2.0 * pairs * C * I, read * C * I + pairs * I * itemsize + pairs * C * 4)
+    total = Cost(2.0 * pairs * C, float(pairs * C * 4 + tokens * C * itemsize))
+    route = Cost(0.0, float(pairs * 8))
+    return {"route": route, "gate and up": gate, "down": down, "sum": total, "whole": gate + down + total}[part]
+
+
+def experts_time(
+    sizes: tuple[int, int, int, int], part: str, tokens: int, dtype: torch.dtype, chip: Chip
+) -> KernelTime | None:
+    """Time of a part of MXFP4 experts: `gate and up`, `down` or `sum`; None if such a kernel has not been compiled for
+    the table. sizes: E, K, hidden, intermediate."""
+    from mlaforge.ops import mxfp4_experts_triton as experts
+
+    E, K, C, I = sizes  # noqa: E741
+    pairs, memory = tokens * K, experts_cost(sizes, part, tokens, dtype.itemsize).bytes
+    if part == "sum":
+        loop = find("sum_kernel", chip.capability, None)
+        work = Work(tokens * math.ceil(C / experts.SUM_BLOCK), 1, 0.0, 0.0, memory, MERGE_LOADS)
+        return predict(loop, work, chip) if loop else None
+    gated = part == "gate and up"
+    inputs, outputs = (C, I) if gated else (I, C)
+    with torch.device("meta"):
+        blocks = torch.empty(E, outputs * (1 + gated), inputs // 32, 16, dtype=torch.uint8)
+        x = torch.empty(tokens if gated else pairs, inputs, dtype=dtype)
+        out, order = torch.empty(pairs, outputs, dtype=dtype), torch.empty(pairs, dtype=torch.int64)
+        offsets, bias = torch.empty(E + 1, dtype=torch.int32), torch.empty(E, blocks.shape[1], dtype=dtype)
+    launch = experts.make_launch(
+        x, order, offsets, blocks, blocks[..., 0], bias, out, K, 1.0, 1.0, gated, properties(chip)
+    )
+    arguments = launch.arguments
+    loop = find("product_kernel", chip.capability, {**arguments, **launch.options}, dtype_name(dtype, dtype))
+    if loop is None:
+        return None
+    M, O, depth = (arguments[name] for name in ("BLOCK_M", "BLOCK_O", "BLOCK_K"))  # noqa: E741
+    items = expected_tiles(tokens, K, E, M) * math.ceil(outputs / O)
+    item_bytes = O * (1 + gated) * inputs * WEIGHT_BYTES + M * inputs * dtype.itemsize
+    # A program processes several items, one after another.
+    programs = min(launch.programs, math.ceil(items))
+    work = Work(
+        programs, math.ceil(items / programs) * math.ceil(inputs / depth), 2.0 * M * O * depth * (1 + gated), memory,
+        items * item_bytes, FIRST_LOADS, O >= 64 and properties(chip).asynchronous,
+    )  # fmt: skip
+    return predict(loop, work, chip)
+
+
+PAGE = Path("docs/reference/kernel-times.md")
+# Name -> layout of bench/kernels.py, dtype of cached rows.
+FORMS = {
+    "GQA": ("gqa 64/8 x 64", torch.bfloat16),
+    "GQA, fp8 rows": ("gqa 64/8 x 64", torch.float8_e4m3fn),
+    "GQA, window 128": ("gqa 64/8 x 64, window 128", torch.bfloat16),
+    "latent_rope 512+64": ("mla 64, 512+64", torch.bfloat16),
+}
+CONTEXTS, BATCHES = (8192, 32768, 131072), (1, 8, 64)
+PARTS = ("gate and up", "down", "sum")
+# Name -> layers with full attention and as many with a window, sizes of the experts.
+MODELS = {"20B": (12, (32, 4, 2880, 2880)), "120B": (18, (128, 4, 2880, 2880))}
+ROOF = GPUS["h100"]
+OPENING = """\
+# Kernel times
+
+`python -m mlaforge.gpu_verification.predictions` writes this page; a test compares it with the code. **Nothing here was
+measured by this project**: times are predicted for an H100 SXM by `planning/kernel_time.py` from the instructions of
+the compiled inner loops (`planning/kernel_loops.json`) and the launches that `ops/` chooses. `mlaforge verify-gpu`
+compares them with a GPU.
+
+The share is the datasheet's roof (3.35 TB/s, 80 % of 989 TFLOP/s, minimum bytes and FLOPs) over the predicted time. The
+limit is the largest of memory, L2 and the multiprocessors; `+`: tensor cores, issue slots and special functions add up,
+because too few programs share a multiprocessor. `latency`: launches and first loads. The module lists what is left out.
+"""
+
+
+def us(seconds: float) -> str:
+    """Microseconds with two or more digits."""
+    return f"{seconds * 1e6:,.1f}" if seconds < 1e-3 else f"{seconds * 1e6:,.0f}"
+
+
+def published_table() -> str:
+    """Published figures and the model's."""
+    rows = [("kernel", "published", "predicted", "time", "limit", "figure", "instructions")]
+    for kernel in published_kernels():
+        rows.append((
+            kernel.name, f"{kernel.figure:g} {kernel.unit}", f"{kernel.predicted:.0f} {kernel.unit}",
+            f"{kernel.figure / kernel.predicted - 1:+.1%}", kernel.time.limit, kernel.source, kernel.counted,
+        ))  # fmt: skip
+    return markdown_table(rows)
+
+
+def attention_table() -> str:
+    """Attention of one layer, one token per sequence."""
+    rows = [("rows", "tokens", "batch", "us", "share", "limit", "memory", "multiprocessors", "latency", "merge")]
+    for (name, (layout, dtype)), P, S in itertools.product(FORMS.items(), CONTEXTS, BATCHES):
+        times = attention_times(kernels.LAYOUTS[layout], S, P, 1, torch.bfloat16, dtype, HOPPER)
+        assert times, name
+        total, merge = sum(time.total for time in times), sum(time.total for time in times[1:])
+        minimum, first = kernels.cost(kernels.LAYOUTS[layout], S, P, 1, dtype.itemsize), times[0]
+        rows.append((
+            name, f"{P:,}", str(S), us(total), f"{ROOF.seconds(minimum) / total:.0%}", first.limit, us(first.memory),
+            us(first.overlap), us(first.latency + first.launch), us(merge) if merge else "",
+        ))  # fmt: skip
+    return markdown_table(rows)
+
+
+def experts_table() -> str:
+    """Experts of one layer."""
+    rows = [("experts", "tokens", "part", "us", "share", "limit", "memory", "multiprocessors")]
+    for (name, (_, sizes)), tokens, part in itertools.product(MODELS.items(), BATCHES, PARTS):
+        time = experts_time(sizes, part, tokens, torch.bfloat16, HOPPER)
+        assert time, part
+        share = ROOF.seconds(experts_cost(sizes, part, tokens, 2)) / time.total
+        cells = us(time.total), f"{share:.0%}", time.limit, us(time.memory), us(time.overlap)
+        rows.append((name, str(tokens), part, *cells))
+    return markdown_table(rows)
+
+
+def step_table() -> str:
+    """Attention and experts of all layers in a decode step."""
+    parts = ("attention, GQA", "attention, latent_rope", "experts")
+    rows = [["model", "tokens", "batch", *(cell for part in parts for cell in (part, "share"))]]
+    for (name, (layers, sizes)), P, S in itertools.product(MODELS.items(), CONTEXTS, BATCHES):
+        cells = [name, f"{P:,}", str(S)]
+        for full in ("GQA", "latent_rope 512+64"):
+            total = roof = 0.0
+            for layout in (kernels.LAYOUTS[FORMS[form][0]] for form in (full, "GQA, window 128")):
+                times = attention_times(layout, S, P, 1, torch.bfloat16, torch.bfloat16, HOPPER)
+                assert times, full
+                total += layers * sum(time.total for time in times)
+                roof += layers * ROOF.seconds(kernels.cost(layout, S, P, 1, 2))
+            cells += [us(total), f"{roof / total:.0%}"]
+        experts = [experts_time(sizes, part, S, torch.bfloat16, HOPPER) for part in PARTS]
+        total = 2 * layers * sum(time.total for time in experts if time)
+        roof = 2 * layers * sum(ROOF.seconds(experts_cost(sizes, part, S, 2)) for part in PARTS)
+        rows.append([*cells, us(total), f"{roof / total:.0%}"])
+    return markdown_table(rows)
+
+
+def page() -> str:
+    """The page's text."""
+    sections = {
+        "Published kernels": published_table(),
+        "Attention: microseconds of one layer, one token per sequence": attention_table(),
+        "MXFP4 experts: microseconds of one layer, without routing": experts_table(),
+        "Decode step: microseconds of all layers, half of them with a window of 128": step_table(),
+    }
+    return "\n".join([OPENING, *(f"## {title}\n\n{table}\n" for title, table in sections.items())])
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")
