@@ -1,5 +1,5 @@
-"""Triton kernels of the small operations of a layer against their references: norms, gates, rotation and the write to the
-cache, the ends of the absorbed form, and the routing of experts."""
+"""Triton kernels of the small operations of a layer against their references: norms, gates, rotation and the write to
+the cache, the ends of the absorbed form, and the routing of experts."""
 
 from types import SimpleNamespace
 
@@ -9,8 +9,8 @@ import torch
 from mlaforge.ops.absorbed_latents import ABSORB_AND_STORE, UP_PROJECT_VALUES, AbsorbedWeights
 from mlaforge.ops.elementwise import ADD_RMS_NORM, SILU_MUL
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.rope_and_store import OP as ROPE_AND_STORE
+from mlaforge.ops.row_formats.plain import Plain
 from support.paged_steps import DEVICE, needs_triton
 
 pytestmark = [pytest.mark.gpu, needs_triton, pytest.mark.usefixtures("fresh_memory_is_nan")]
@@ -134,7 +134,7 @@ def test_routing_chooses_and_sorts_as_torch(N, E, K):
     from mlaforge.ops import mxfp4_experts_triton as experts
 
     logits = random(N, E)
-    arguments = experts.route_launch(logits, K)
+    arguments, _ = experts.route_launch(logits, K)
     experts.route_kernel[(1,)](**arguments)
     best, chosen = logits.topk(K)
     order, offsets = experts.route(chosen, E)
@@ -147,7 +147,7 @@ def test_routing_of_logits_that_are_not_finite_stays_in_bounds():
 
     logits = random(3, 6)
     logits[0], logits[1, :5] = torch.nan, -torch.inf
-    arguments = experts.route_launch(logits, 2)
+    arguments, _ = experts.route_launch(logits, 2)
     experts.route_kernel[(1,)](**arguments)
     assert arguments["order"].sort().values.tolist() == list(range(6))
     assert arguments["offsets"][-1] == 6

@@ -69,6 +69,8 @@ def test_kernels_read_no_globals_of_their_modules():
             local = {node.id for node in names if isinstance(node.ctx, ast.Store)}
             local |= {argument.arg for argument in kernel.args.args}
             read = {node.id for node in names} & set(vars(module)) - local - {"tl", "triton", *kernels}
+            # Functions of Triton in other modules are compiled into the kernel.
+            read = {name for name in read if not hasattr(getattr(module, name), "fn")}
             assert not read, f"{name}.{kernel.name} reads {read}"
 
 

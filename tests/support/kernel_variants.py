@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mlaforge.gpu_verification.compilation import TargetDriver
-from mlaforge.gpu_verification.kernel_launches import EXPERTS
+from mlaforge.gpu_verification.kernel_launches import EXPERTS, absorbed, routing
 from mlaforge.ops import mxfp4_experts_triton as experts
 from mlaforge.ops import paged_attention_triton as attention
 from mlaforge.ops import token_selection_triton as selection
@@ -34,7 +34,7 @@ def view_of(queries: list[int], lengths: list[int], window: int | None) -> Cache
     # Tensors that begin anywhere, as parts of one upload do.
     table = torch.zeros(S, max(lengths) // 16 + 1, dtype=torch.int32)
     return CacheView(table, numbers[:S], numbers[1:], numbers, torch.zeros(sum(queries), dtype=torch.int64), 16,
-                     max(queries), max(lengths), window)  # fmt: skip
+                     max(queries), max(lengths), window, lengths=tuple(lengths))  # fmt: skip
 
 
 def steps(count: int) -> list[tuple[list[int], list[int]]]:
@@ -73,9 +73,8 @@ def main() -> None:
             q = torch.zeros(sum(queries), H, D, dtype=torch.bfloat16)
             chosen = attention.make_launch(q, k, v, view_of(queries, lengths, window), 0.1)
             launch(attention.attend_kernel, chosen.arguments, **chosen.options)
-            if chosen.grid[2] > 1:
-                parts, lse, out = (chosen.arguments[name] for name in ("parts", "lse", "out"))
-                launch(attention.merge_kernel, attention.merge_launch(parts, lse, out, lse[..., 0])[1], num_warps=4)
+            if chosen.most_splits > 1:
+                launch(attention.merge_kernel, attention.merge_launch(chosen)[1], num_warps=4)
     geometry = "index of 64"
     for queries, lengths in steps(200):
         view = view_of([1] * len(queries), lengths, None)
@@ -84,10 +83,18 @@ def main() -> None:
         launch(selection.lse_kernel, arguments | {"out": torch.zeros(S, 1, 64)})
         score = {"lse": torch.zeros(S, 64), "out": torch.zeros(S, L), "width": L, "sink": 4, "window": 128, "stride": 0}
         launch(selection.score_kernel, arguments | score)
+    geometry = "latent_rope"
+    for queries, _ in steps(200):
+        for part in ("absorb", "up-project"):
+            of = absorbed(part, sum(queries), gpu)
+            launch(of.kernel, of.arguments, **of.options)
     for geometry in ("20b", "120b"):
         E, K, C, I = EXPERTS[geometry]  # noqa: E741
         for queries, _ in steps(200):
             N = sum(queries)
+            if N * E <= experts.ROUTED:
+                of = routing(geometry, N, gpu)
+                launch(of.kernel, of.arguments, **of.options)
             with torch.device("meta"):
                 blocks = torch.empty(E, 2 * I, C // 32, 16, dtype=torch.uint8)
                 x, out = torch.empty(N, C, dtype=torch.bfloat16), torch.empty(N * K, I, dtype=torch.bfloat16)

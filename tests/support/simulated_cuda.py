@@ -410,7 +410,11 @@ def simulated_cuda(free_bytes: int = 2**30) -> Iterator[Simulation]:
         patch.setattr(torch.cuda.nvtx, "range", lambda *args, **kwargs: contextlib.nullcontext())
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr("mlaforge.engine.execution.runner.CudaCapture", FakeCapture)
-        patch.setattr(interpreter.InterpretedFunction, "run", _launched_on_cpu(interpreter.InterpretedFunction.run, simulation.kernels))
+        patch.setattr(
+            interpreter.InterpretedFunction,
+            "run",
+            _launched_on_cpu(interpreter.InterpretedFunction.run, simulation.kernels),
+        )
         # Parameters of a module that moves to the device become new ones: a CPU tensor cannot become a simulated one.
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)

@@ -75,18 +75,18 @@ def measure(context: Context, name: str, rows: torch.dtype | None, S: int, P: in
 
     seconds = context.seconds(run_layers) / len(copies)
     launch = attention.make_launch(*inputs)
-    splits, merge_seconds = launch.grid[2], 0.0
-    if splits > 1:
-        parts, lses = launch.arguments["parts"].zero_(), launch.arguments["lse"].zero_()
-        grid, arguments = attention.merge_launch(parts, lses, launch.arguments["out"], lses[..., 0].clone())
+    pieces, merge_seconds = len(launch.pieces) or S * launch.most_splits, 0.0
+    if launch.most_splits > 1:
+        attention.run(launch)
+        grid, arguments = attention.merge_launch(launch)
 
         def merge() -> None:
             attention.merge_kernel[grid](**arguments, num_warps=4)
 
         merge_seconds = context.seconds(merge)
-    detail = f"{minimum.bytes / seconds / 1e9:,.0f} GB/s, {splits} splits, merge {merge_seconds * 1e6:.1f} us"
+    detail = f"{minimum.bytes / seconds / 1e9:,.0f} GB/s, {pieces} pieces, merge {merge_seconds * 1e6:.1f} us"
     more = {
-        "gbs": minimum.bytes / seconds / 1e9, "tflops": minimum.flops / seconds / 1e12, "splits": splits,
+        "gbs": minimum.bytes / seconds / 1e9, "tflops": minimum.flops / seconds / 1e12, "pieces": pieces,
         "merge_us": merge_seconds * 1e6, "limit": context.roof.bound(minimum),
         "tile": [launch.arguments[n] for n in TILE],
     }  # fmt: skip

@@ -1,8 +1,8 @@
 """Stage compile: compilation of every Triton kernel, one process per core: registers, spills, seconds.
 
 A kernel is compiled by the code that launches it, under a driver with a target and no device: the cache entry is then
-the one that a launch looks up, and no GPU is needed. `python -m mlaforge.gpu_verification.compilation NAME CAPABILITY`
-compiles one kernel and prints a JSON line.
+the one that a launch looks up, and no GPU is needed. `python -m mlaforge.gpu_verification.compilation NAME ...
+CAPABILITY` compiles kernels and prints a JSON line for each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlaforge.ops.gpu_properties import GpuProperties
 
 # Compute capability assumed without a GPU.
 HOPPER = 90
-TWIN = ("gqa-64", "merge")
+TWIN = ("gqa-64", "merge gqa-64")
 LIMIT = 100.0
 
 
@@ -167,4 +167,5 @@ def count(instructions: list[str]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_one(sys.argv[1], int(sys.argv[2]))))
+    for name in sys.argv[1:-1]:
+        print(json.dumps(compile_one(name, int(sys.argv[-1]))), flush=True)

@@ -64,11 +64,11 @@ ATTENTION = {
 }
 # Experts, experts per token, hidden size, intermediate size.
 EXPERTS = {"20b": (32, 4, 2880, 2880), "120b": (128, 4, 2880, 2880), "small": (4, 2, 576, 1536)}
-FP8 = ("gqa-64", "gqa-128-prefill", "mla-512-64", "mla-small")
+FP8 = ("gqa-64", "gqa-64-verify", "gqa-128-prefill", "mla-512-64", "mla-small")
 
 
-def attend(name: str, dtype: torch.dtype, rows: torch.dtype, gpu: GpuProperties) -> KernelLaunch:
-    """Attention kernel with a shape of ATTENTION. dtype: of the queries; rows: of the cached rows."""
+def attend_launch(name: str, dtype: torch.dtype, rows: torch.dtype, gpu: GpuProperties) -> attention.Launch:
+    """Launch of attention with a shape of ATTENTION. dtype: of the queries; rows: of the cached rows."""
     H, G, D, V, T = ATTENTION[name]
     k = torch.empty(32, G, D, dtype=rows)
     v = k[..., :-V] if V < 0 else torch.empty(32, G, V, dtype=rows)
@@ -76,20 +76,27 @@ def attend(name: str, dtype: torch.dtype, rows: torch.dtype, gpu: GpuProperties)
     # Mixed: the prompt of one sequence, and decoding of the others.
     N = S + T - 1 if name.endswith("mixed") else S * T
     zeros = torch.zeros(S + 1, dtype=torch.int32)
-    view = CacheView(torch.zeros(S, 512, dtype=torch.int32), zeros[:S], zeros[:S], zeros, zeros.long(), 16, T, 8192)
+    table = torch.zeros(S, 512, dtype=torch.int32)
+    view = CacheView(table, zeros[:S], zeros[:S], zeros, zeros.long(), 16, T, 8192, lengths=(8192,) * S)
     q = torch.empty(N, H, D, dtype=dtype)
     sinks = torch.empty(H, dtype=dtype) if name.startswith("gqa-64") else None
-    launch = attention.make_launch(q, k, v, view, 0.1, splits=16 if T < 16 else 1, gpu=gpu, sinks_H=sinks)
+    return attention.make_launch(q, k, v, view, 0.1, gpu=gpu, sinks_H=sinks)
+
+
+def attend(name: str, dtype: torch.dtype, rows: torch.dtype, gpu: GpuProperties) -> KernelLaunch:
+    """Attention kernel with a shape of ATTENTION."""
+    launch = attend_launch(name, dtype, rows, gpu)
     tile = launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]
-    spilled = SPILLED_WIDE if abs(V) > 256 else SPILLED
+    spilled = SPILLED_WIDE if abs(ATTENTION[name][3]) > 256 else SPILLED
     return KernelLaunch(attention.attend_kernel, launch.arguments, launch.options, tile, spilled)
 
 
-def merge(H: int, V: int, sinks: bool, gpu: GpuProperties) -> KernelLaunch:
-    """Merge of splits of H heads with values of V elements."""
-    parts, lses, out = torch.empty(1, H, 16, V), torch.empty(1, H, 16), torch.empty(1, H, V, dtype=torch.bfloat16)
-    _, arguments = attention.merge_launch(parts, lses, out, lses[..., 0].clone(), out[0, :, 0] if sinks else None)
-    return KernelLaunch(attention.merge_kernel, arguments, {"num_warps": 4})
+def merge(name: str, gpu: GpuProperties) -> KernelLaunch:
+    """Merge of the splits of a shape of ATTENTION."""
+    bf16 = torch.bfloat16
+    return KernelLaunch(
+        attention.merge_kernel, attention.merge_launch(attend_launch(name, bf16, bf16, gpu))[1], {"num_warps": 4}
+    )
 
 
 def select(kernel: str, gpu: GpuProperties) -> KernelLaunch:
@@ -162,22 +169,21 @@ def absorbed(part: str, N: int, gpu: GpuProperties) -> KernelLaunch:
     H, G, D, R, E = 64, 8, 64, 512, 64
     x = torch.empty(N, H * (D + E) + R + E, dtype=torch.bfloat16)
     w_uk, w_uv = torch.empty(G, 2 * D, R, dtype=torch.bfloat16).split(D, dim=1)
-    bias, sinks, index = x[:G, :D].clone(), x[0, :H], torch.empty(E // 2, dtype=torch.int64)
+    bias, sinks, index = torch.empty(G, D, dtype=torch.bfloat16), x[0, :H], torch.empty(E // 2, dtype=torch.int64)
     weights = AbsorbedWeights(w_uk, w_uv, bias, bias, sinks, index)
     if part == "absorb":
         rotation, slots = torch.empty(N, 1, D // 2, dtype=torch.complex64), torch.empty(N, dtype=torch.int64)
         _, arguments = latents.absorb_launch(x, rotation, weights, _rows(R + E, torch.bfloat16), slots, 0.1)
         return KernelLaunch(latents.absorb_kernel, arguments, {"num_warps": 4})
     lse = torch.empty(N, H)
-    _, arguments = latents.up_project_launch(x[:, : H * R].view(N, H, -1).contiguous(), lse, lse, weights)
+    _, arguments = latents.up_project_launch(torch.empty(N, H, R, dtype=torch.bfloat16), lse, lse, weights)
     return KernelLaunch(latents.up_project_kernel, arguments, {"num_warps": 4})
 
 
 def routing(shape: str, N: int, gpu: GpuProperties) -> KernelLaunch:
     """Routing of N tokens with a shape of EXPERTS."""
     E, K, *_ = EXPERTS[shape]
-    arguments = experts.route_launch(torch.empty(N, E, dtype=torch.bfloat16), K)
-    return KernelLaunch(experts.route_kernel, arguments, {"num_warps": 8})
+    return KernelLaunch(experts.route_kernel, *experts.route_launch(torch.empty(N, E, dtype=torch.bfloat16), K))
 
 
 def _rows(width: int, cached: torch.dtype) -> PagedRows:
@@ -195,8 +201,8 @@ def _launches() -> dict[str, Callable[[GpuProperties], KernelLaunch]]:
     table["gqa-128 fp16"] = functools.partial(attend, "gqa-128", fp16, fp16)
     for name in ("gqa-128", "mla-512-64"):
         table[f"{name} fp32"] = functools.partial(attend, name, fp32, fp32)
-    table["merge"] = functools.partial(merge, 64, 64, True)
-    table["merge, values of 512"] = functools.partial(merge, 64, 512, False)
+    for name in ("gqa-64", "gqa-128", "mla-512-64"):
+        table[f"merge {name}"] = functools.partial(merge, name)
     table |= {
         "norm 2880": functools.partial(norm, 2880), "gate 14336": gate,
         "rope and store": functools.partial(rope_and_store, 64, 8, 64, False, bf16),
@@ -213,6 +219,7 @@ def _launches() -> dict[str, Callable[[GpuProperties], KernelLaunch]]:
         table[f"experts {shape} {part}"] = functools.partial(mix, shape, part, bf16)
     for shape, N in (("20b", 1), ("120b", 1), ("20b", 512), ("20b", 2048), ("120b", 2048)):
         table[f"experts {shape} gate, {N} tokens"] = functools.partial(mix, shape, "gate", bf16, N=N)
+    table["experts 20b down, 512 tokens"] = functools.partial(mix, "20b", "down", bf16, N=512)
     table["experts small gate fp32"] = functools.partial(mix, "small", "gate", fp32)
     return table
 

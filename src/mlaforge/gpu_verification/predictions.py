@@ -8,6 +8,7 @@ Legend: S sequences, P tokens of each, T query tokens of each; N tokens, K exper
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -28,6 +29,8 @@ from mlaforge.rendering.table import markdown_table
 # Loads that depend on each other before the first product: lengths or offsets, a block or pair number, a row; a merge
 # reads lse, then values, from L2.
 FIRST_LOADS, MERGE_LOADS = 3 * MEMORY_LATENCY, 2 * L2_LATENCY
+# Instructions of a program of the merge that has nothing to merge.
+ENDED = 60
 # Microseconds of the experts' routing, half a dozen small kernels of torch: not modelled.
 ROUTE_US = 25.0
 # Bytes of a packed weight: a 4-bit code, and an 8-bit scale per 32 codes.
@@ -48,7 +51,7 @@ def attention_launch(
     zeros = torch.zeros(S + 1, dtype=torch.int32)
     view = CacheView(
         torch.zeros(S, 1, dtype=torch.int32), zeros[:S], zeros[:S], zeros, zeros.long(), kernels.BLOCK, T, P,
-        layout.window,
+        layout.window, lengths=(P,) * S,
     )  # fmt: skip
     q = torch.empty(S * T, layout.heads, layout.key, dtype=dtype)
     k, v = kernels.split(layout, torch.empty(32, layout.row, dtype=rows))
@@ -67,35 +70,40 @@ def attention_times(
     loop = find("attend_kernel", chip.capability, {**arguments, **launch.options}, dtype_name(dtype, rows))
     if loop is None:
         return None
-    tiles, key_heads, splits = launch.grid
     M, N, V = (int(arguments[name]) for name in ("BLOCK_M", "BLOCK_N", "V"))
     keys, values = sum(arguments[name] for name in ("D0", "D1", "D2")), arguments["V0"] + arguments["V1"]
     span = min(P, (layout.window or P) + T - 1)
-    iterations = math.ceil(math.ceil(span / splits) / N)
-    busy = math.ceil(span / (iterations * N))
+    if pieces := launch.pieces:
+        tiles, busy, iterations = launch.grid[2], len(pieces), math.ceil(max(pieces) / N)
+    else:
+        # Splits that see nothing end at once.
+        tiles, iterations = launch.grid[0], math.ceil(math.ceil(span / launch.grid[2]) / N)
+        busy = math.ceil(span / (iterations * N))
+    key_heads, split = launch.grid[1], launch.most_splits > 1 and busy > S * bool(pieces)
     # Warps that compute the same scores show by their exponentials.
     repetitions = max(1, int(loop.exponentials * 32 * loop.warps // (M * N)))
     cost = kernels.cost(layout, S, P, T, rows.itemsize)
-    parts = 4.0 * S * T * layout.heads * V * busy if splits > 1 else 0.0
+    # Partial results of every token and head, once per piece.
+    parts = 4.0 * T * layout.heads * V * busy * (1 if pieces else S) if split else 0.0
     row_bytes = layout.row // layout.key_heads * rows.itemsize
     work = Work(
         programs=tiles * key_heads * busy,
         iterations=iterations,
         flops=2.0 * M * N * (keys * repetitions + values),
         memory=cost.bytes,
-        l2=tiles * key_heads * span * row_bytes + parts,
+        l2=tiles * key_heads * span * row_bytes * (S if pieces else 1) + parts,
         first_loads=FIRST_LOADS,
         asynchronous=M >= 64 and properties(chip).asynchronous,
     )
     times = [predict(loop, work, chip)]
-    if splits > 1:
-        N_H, outputs = S * T * layout.heads, torch.empty(1, 1, V, dtype=dtype)
-        sizes = torch.empty(1, 1, splits, V), torch.empty(1, 1, splits), outputs, torch.empty(1, 1)
-        (_, pieces), arguments = attention.merge_launch(*sizes)
+    if launch.most_splits > 1:
+        grid, arguments = attention.merge_launch(launch)
         merge = find("merge_kernel", chip.capability, None)
         assert merge, "every capability has a merge"
-        rounds = math.ceil(splits / arguments["BLOCK_S"])
-        times.append(predict(merge, Work(N_H * pieces, rounds, 0.0, 0.0, parts, MERGE_LOADS), chip))
+        rounds = math.ceil(busy / (S if pieces else 1) / arguments["BLOCK_S"]) if split else 0
+        if not split:
+            merge = dataclasses.replace(merge, outside=ENDED)
+        times.append(predict(merge, Work(grid[0] * grid[1], rounds, 0.0, 0.0, parts, MERGE_LOADS), chip))
     return times
 
 

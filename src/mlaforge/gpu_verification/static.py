@@ -13,7 +13,9 @@ import hashlib
 import inspect
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +24,7 @@ from typing import Any
 import triton
 
 from mlaforge.bench import machine
-from mlaforge.gpu_verification.compilation import MULTIPROCESSORS, compile_in_subprocess, gpu_of
+from mlaforge.gpu_verification.compilation import MULTIPROCESSORS, gpu_of
 from mlaforge.gpu_verification.kernel_launches import LAUNCHES
 from mlaforge.planning import kernel_loops
 from mlaforge.runtime import log
@@ -47,14 +49,22 @@ def identity(name: str, capability: int) -> dict[str, Any]:
     return {"source": source_hash(module), "constants": {**constants, **launch.options}}
 
 
-def row(name: str, capability: int) -> dict[str, Any]:
-    """Compile a launch for a capability. Raises RuntimeError if that fails."""
-    record = compile_in_subprocess(name, capability)
-    if "error" in record:
-        raise RuntimeError(f"{name}, sm_{capability}: {record['error']}")
-    log(f"sm_{capability} {name}: {record['registers']} registers, {record['spilled']} bytes spilled")
-    fields = ("name", "capability", "kernel", "registers", "spilled", "shared", "instructions", "loop")
-    return {**{field: record[field] for field in fields}, **identity(name, capability)}
+def compiled(capability: int, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Compile launches for a capability in one process, whose start takes as long as a compilation. Raises RuntimeError
+    if one fails."""
+    command = [sys.executable, "-m", "mlaforge.gpu_verification.compilation", *names, str(capability)]
+    rows = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            record = json.loads(line)
+            name = record["name"]
+            log(f"sm_{capability} {name}: {record['registers']} registers, {record['spilled']} bytes spilled")
+            fields = ("name", "capability", "kernel", "registers", "spilled", "shared", "instructions", "loop")
+            rows.append({**{field: record[field] for field in fields}, **identity(name, capability)})
+    if process.returncode:
+        raise RuntimeError(f"{names[len(rows)]} does not compile for sm_{capability}: see above")
+    return rows
 
 
 def main() -> None:
@@ -65,9 +75,12 @@ def main() -> None:
     if arguments.derive:
         write_loops(arguments.out)
         return
-    launches = [(name, capability) for capability in MULTIPROCESSORS for name in LAUNCHES if compiles(name, capability)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        rows = list(pool.map(lambda launch: row(*launch), launches))
+        jobs = [
+            (capability, [name for name in names if compiles(name, capability)])
+            for capability in MULTIPROCESSORS for names in (list(LAUNCHES)[::2], list(LAUNCHES)[1::2])
+        ]  # fmt: skip
+        rows = [row for part in pool.map(lambda job: compiled(*job), jobs) for row in part]
     command = "python -m mlaforge.gpu_verification.static"
     machine.write(arguments.out, {"command": command, "triton": triton.__version__, "rows": rows})
     write_loops(arguments.out)

@@ -99,8 +99,11 @@ def up_project_kernel(
     acc = tl.zeros([BLOCK_M, OUTPUTS], tl.float32)
     for start in range(0, R, INPUTS):
         r = start + tl.arange(0, INPUTS)
-        tile = tl.load(x_rows[:, None] + r[None, :], mask=real[:, None] & (r < R)[None, :], other=0.0)
-        w = tl.load(w_rows[:, None] + r[None, :], mask=(v < V)[:, None] & (r < R)[None, :], other=0.0)
+        x_mask, w_mask = real[:, None], (v < V)[:, None]
+        if R % INPUTS:
+            x_mask, w_mask = x_mask & (r < R)[None, :], w_mask & (r < R)[None, :]
+        tile = tl.load(x_rows[:, None] + r[None, :], mask=x_mask, other=0.0)
+        w = tl.load(w_rows[:, None] + r[None, :], mask=w_mask, other=0.0)
         acc = tl.dot(tile, tl.trans(w), acc, input_precision=PRECISION)
     acc += tl.load(b_v + g.to(tl.int64) * V + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     if SINKS:

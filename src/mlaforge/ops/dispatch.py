@@ -273,7 +273,8 @@ MODULES = {
     "attention_with_mass": "attention_mass", "gated_mlp": "linear", "latent": "latent_attention",
     "latent_rope": "latent_attention", "linear": "linear", "linear_int4": "linear", "linear_int8": "linear",
     "mxfp4_experts": "mxfp4_experts", "mxfp4_mixture": "mxfp4_experts", "pack_blocks": "paged_rows",
-    "packed_attention": "packed_attention", "paged_attention": "paged_attention", "rms_norm": "elementwise", "rope_and_store": "rope_and_store",
+    "packed_attention": "packed_attention", "paged_attention": "paged_attention", "rms_norm": "elementwise",
+    "rope_and_store": "rope_and_store",
     "select_tokens": "token_selection", "silu_mul": "elementwise", "unpack_mxfp4": "mxfp4",
     "up_project_values": "absorbed_latents", "write_index": "token_selection",
 }  # fmt: skip

@@ -21,11 +21,13 @@ GATE_BLOCK = 1024
 
 
 @triton.jit
-def add_rms_norm_kernel(x, residual, weight, total, out, eps, C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def add_rms_norm_kernel(
+    x, residual, weight, total, out, eps, x_row, C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+):  # fmt: skip
     """Grid (N,): out [N, C] is the RMS norm of x. ADD: of x + residual, rounded and stored to `total`."""
-    row, c = tl.program_id(0).to(tl.int64) * C, tl.arange(0, BLOCK)
-    mask = c < C
-    value = tl.load(x + row + c, mask=mask, other=0.0).to(tl.float32)
+    n, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row, mask = n * C, c < C
+    value = tl.load(x + n * x_row + c, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row + c, mask=mask, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
@@ -46,11 +48,15 @@ def silu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, GATE_BLOCK: tl.constexpr)
     tl.store(out + row * WIDTH + i, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
 
 
-def supports(x: Tensor, *others: Tensor | float | None) -> Literal[True] | str:
-    """Return True, or the reason why the kernels cannot run on these."""
-    if not all(tensor.is_contiguous() for tensor in (x, *others) if isinstance(tensor, Tensor)):
-        return "rows must be contiguous"
-    return True
+def supports(gate_up: Tensor) -> Literal[True] | str:
+    """Return True, or the reason why the gate cannot run on these."""
+    return True if gate_up.is_contiguous() else "rows must be contiguous"
+
+
+def norm_supports(x_NC: Tensor, residual_NC: Tensor | None, *others: Any) -> Literal[True] | str:
+    """Return True, or the reason why the norm cannot run on these."""
+    contiguous = x_NC.stride(1) == 1 and (residual_NC is None or residual_NC.is_contiguous())
+    return True if contiguous else "rows must be contiguous"
 
 
 def norm_launch(
@@ -61,8 +67,8 @@ def norm_launch(
     add = residual_NC is not None
     arguments = {
         "x": x_NC, "residual": residual_NC if add else x_NC, "weight": weight_C,
-        "total": torch.empty_like(x_NC) if add else x_NC, "out": torch.empty_like(x_NC), "eps": eps, "C": C,
-        "BLOCK": triton.next_power_of_2(C), "ADD": add,
+        "total": x_NC.new_empty(N, C) if add else x_NC, "out": x_NC.new_empty(N, C), "eps": eps,
+        "x_row": x_NC.stride(0), "C": C, "BLOCK": triton.next_power_of_2(C), "ADD": add,
     }  # fmt: skip
     return (N,), arguments, {"num_warps": 4 if C <= 1024 else 8}
 

@@ -257,7 +257,7 @@ def sorted_mixture(
 
 
 # Tokens times experts that the program of a routing holds in registers; beyond, torch sorts.
-ROUTED = 16384
+ROUTED = 8192
 
 
 def mixture_of_logits(x_NC: Tensor, logits_NE: Tensor, top_k: int, *packed: Any) -> Tensor:
@@ -266,25 +266,27 @@ def mixture_of_logits(x_NC: Tensor, logits_NE: Tensor, top_k: int, *packed: Any)
     if N * triton.next_power_of_2(E) > ROUTED:
         best_NK, topk_ids_NK = logits_NE.topk(top_k)
         return mixture(x_NC, topk_ids_NK, best_NK.softmax(dim=-1), *packed)
-    arguments = route_launch(logits_NE, top_k)
+    arguments, options = route_launch(logits_NE, top_k)
     if N:
         with torch.cuda.device_of(x_NC):
-            route_kernel[(1,)](**arguments, num_warps=8)
+            route_kernel[(1,)](**arguments, **options)
     return sorted_mixture(x_NC, *(arguments[name] for name in ("order", "offsets", "weights")), *packed)
 
 
-def route_launch(logits_NE: Tensor, top_k: int) -> dict[str, Any]:
-    """Return the arguments of a routing. Allocates `weights` [N, K], `order` int64 [P] and `offsets` int32 [E + 1]."""
+def route_launch(logits_NE: Tensor, top_k: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the arguments and the options of a routing. Allocates `weights` [N, K], `order` int64 [P] and `offsets`
+    int32 [E + 1]."""
     (N, E), device = logits_NE.shape, logits_NE.device
     BLOCK_E = triton.next_power_of_2(E)
     # Two classes, because each is compiled.
     few = min(16, ROUTED // BLOCK_E)
-    return {
+    arguments = {
         "logits": logits_NE, "weights": logits_NE.new_empty(N, top_k),
         "order": torch.empty(N * top_k, dtype=torch.int64, device=device),
         "offsets": torch.empty(E + 1, dtype=torch.int32, device=device), "tokens": N, "EXPERTS": E, "K": top_k,
         "BLOCK_N": few if few >= N else ROUTED // BLOCK_E, "BLOCK_E": BLOCK_E,
     }  # fmt: skip
+    return arguments, {"num_warps": 4 if few >= N else 16}
 
 
 def route(topk_ids_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,9 @@
 
 A program computes one tile of query rows (tokens x heads of one KV head, at most BLOCK_M), for one KV head and one
 split of the positions that the tile sees, so a cached row is read once per tile; a loaded MLA latent serves as key and
-as value. Prefill is the same kernel with more tiles per sequence. Launch geometry depends only on host values (tensor
-shapes and the view's bounds), and lengths are read on the device, so launches can be captured in a graph.
+as value. Steps of few tokens take their splits from a list that divides all sequences' rows evenly (ops/work_list.py);
+prefill is the same kernel with more tiles per sequence, each divided alike. Launch geometry depends only on host values
+(tensor shapes and the view's bounds), and lengths are read on the device, so launches can be captured in a graph.
 
 Widths that are not powers of two are cut into pieces (576 = 512 + 64), of which the last is masked. Rows in another
 dtype than the queries (fp8) are cast per tile. Written after Flash-Decoding (Dao et al. 2023) and FlashAttention-2
@@ -27,10 +28,13 @@ from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import KIB, GpuProperties, gpu_properties
+from mlaforge.ops.work_list import MOST_PIECES, work_list
 
 # Sequences per step of the search for a tile's sequence. Passed to launches, because compiled kernels read no globals.
 SEARCHED = 256
-MOST_SPLITS = 128
+MOST_SPLITS = MOST_PIECES
+# Query tokens of a sequence up to which a step's rows are divided by a list: decoding, and verification of 8 drafts.
+LISTED_QUERIES = 9
 
 
 @triton.jit
@@ -101,19 +105,29 @@ def _share(lowest, highest, first, split, splits, WINDOW: tl.constexpr, BLOCK_N:
     do_not_specialize_on_alignment=["table", "seq_lens", "firsts", "query_start"],
 )
 def attend_kernel(
-    q, k, v, out, parts, lse, sinks, table, seq_lens, firsts, query_start, scale_log2,
+    q, k, v, out, lse, parts, part_lse, sinks, table, seq_lens, firsts, query_start, work, scale_log2,
     q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, num_sequences, tiles,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V0: tl.constexpr,
     V1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEARCHED: tl.constexpr, PRECISION: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KV heads, splits). Contiguous outputs: lse [N, H, splits], and out [N, H, V] or, for several splits,
-    fp32 parts [N, H, splits, V], to which the merge applies the SINKS [H]. Strides count UNIT elements. 0: no WINDOW or
-    piece. V_IN_K: D0 and D1 are V's too."""
-    g, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    heads, splits = tl.num_programs(1) * GROUP, tl.num_programs(2)
-    s, tile = _locate(tl.program_id(0), tiles, query_start, num_sequences, GROUP, BLOCK_M, SEARCHED)
+    """Grid (tiles, KV heads, splits), or, if LISTED, (entries of the list `work`, KV heads, tiles of a sequence, whose
+    tokens are `tiles` at most). Contiguous outputs: out [N, H, V], with the SINKS [H] applied, and lse [N, H]; of
+    several splits fp32 parts [N, H, splits, V] and part_lse, without sinks. Listed parts are [partial result, `tiles`
+    tokens, H]. Strides count UNIT elements. 0: no WINDOW or piece. V_IN_K: D0 and D1 are V's too."""
+    g = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1) * GROUP
+    if LISTED:
+        entry = work + tl.program_id(0) * 4
+        s, tile = tl.load(entry), tl.program_id(2)
+        if s < 0:
+            return
+        partial = tl.load(entry + 3).to(tl.int64)
+        final = partial < 0
+    else:
+        s, tile = _locate(tl.program_id(0), tiles, query_start, num_sequences, GROUP, BLOCK_M, SEARCHED)
+        final = tl.num_programs(2) == 1
     begin = tl.load(query_start + s)
     T = tl.load(query_start + s + 1) - begin
     if tile * BLOCK_M >= T * GROUP:
@@ -126,9 +140,16 @@ def attend_kernel(
     position = length - T + m // GROUP
     earliest = tile * BLOCK_M // GROUP
     latest = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, T - 1)
-    start, end = _share(length - T + earliest, length - T + latest, first, split, splits, WINDOW, BLOCK_N)
-    if (start >= end) & (splits > 1):  # the merge does not read the values of an empty split
-        tl.store(lse + (n_row * heads + h) * splits + split, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
+    if LISTED:
+        start = first + tl.load(entry + 1)
+        end = tl.minimum(first + tl.load(entry + 2), length - T + latest + 1)
+        at = (partial * tiles + m // GROUP) * heads + h
+    else:
+        split, splits = tl.program_id(2), tl.num_programs(2)
+        start, end = _share(length - T + earliest, length - T + latest, first, split, splits, WINDOW, BLOCK_N)
+        at = (n_row * heads + h) * splits + split
+    if (start >= end) & (not final):  # the merge does not read the values of an empty split
+        tl.store(part_lse + at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
         return
     q_rows = q + n_row * (q_row * UNIT) + h * (q_head * UNIT)
     q0 = _columns(q_rows, real, 0, D0, D)
@@ -180,47 +201,60 @@ def attend_kernel(
                 v1 = _columns(v_rows, live, V0, V1, V).to(q.dtype.element_ty)
             acc1 = tl.dot(weights, v1, acc1 * fade[:, None], input_precision=PRECISION)
     total = tl.where(total > 0, total, 1.0)  # rows that see nothing: peak is -inf, acc is 0
-    at = (n_row * heads + h) * splits + split
     row_lse = (peak + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse + at, row_lse, mask=real)
     divisor = total
     if SINKS:  # noqa: SIM102 (known when it is compiled)
-        if splits == 1:
+        if final:
             divisor = total * _sink_divisor(row_lse, tl.load(sinks + h, mask=real, other=0.0))
     acc0 = acc0 / divisor[:, None]
     if V1 > 0:
         acc1 = acc1 / divisor[:, None]
-    if splits == 1:
+    if final:
+        at = n_row * heads + h
+        tl.store(lse + at, row_lse, mask=real)
         _put(out + at * V, real, acc0, 0, V0, V)
         if V1 > 0:
             _put(out + at * V, real, acc1, V0, V1, V)
     else:
+        tl.store(part_lse + at, row_lse, mask=real)
         _put(parts + at * V, real, acc0, 0, V0, V)
         if V1 > 0:
             _put(parts + at * V, real, acc1, V0, V1, V)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "queries"], do_not_specialize_on_alignment=["query_start", "by_sequence"])
 def merge_kernel(
-    parts, lses, out, lse, sinks, splits, H: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
+    parts, part_lse, out, lse, sinks, query_start, by_sequence, splits, queries, H: tl.constexpr, V: tl.constexpr,
+    BLOCK_V: tl.constexpr, MOST: tl.constexpr, BLOCK_S: tl.constexpr, SINKS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N * H, pieces of BLOCK_V values): merge parts [N * H, splits, V] and lses [N * H, splits], at most MOST
-    splits, into out [N * H, V] and lse [N * H], which does not count the SINKS [H]. Loads of values wait for no other
-    values: BLOCK_S splits are in flight at a time."""
+    """Grid (N * H, pieces of BLOCK_V values): merge parts [N * H, splits, V] and part_lse [N * H, splits], at most MOST
+    splits, into out [N * H, V] and lse [N * H], which does not count the SINKS [H]. LISTED: grid (S * queries * H,
+    pieces), and a sequence's partial results [queries, H, V] are numbers `by_sequence` [S, 2]: first and count; those
+    with one are final. Loads of values wait for no other values: BLOCK_S splits are in flight at a time."""
     row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    first, step = row * splits, 1
+    if LISTED:
+        s, token = row // (queries * H), row // H % queries
+        begin = tl.load(query_start + s)
+        splits = tl.load(by_sequence + 2 * s + 1)
+        if (token >= tl.load(query_start + s + 1) - begin) | (splits < 2):
+            return
+        step = queries * H
+        first = tl.load(by_sequence + 2 * s) * step + token * H + row % H
+        row = (begin + token) * H + row % H
     i = tl.arange(0, MOST)
-    every_lse = tl.load(lses + row * splits + i, mask=i < splits, other=float("-inf"))
+    every_lse = tl.load(part_lse + first + i * step, mask=i < splits, other=float("-inf"))
     peak = tl.max(every_lse, 0)
     total = tl.sum(tl.exp(every_lse - _finite(peak)), 0)
     acc = tl.zeros([BLOCK_V], tl.float32)
-    for first in range(0, splits, BLOCK_S):
-        split = first + tl.arange(0, BLOCK_S)
-        part_lse = tl.load(lses + row * splits + split, mask=split < splits, other=float("-inf"))
+    for start in range(0, splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        at = first + split * step
+        one_lse = tl.load(part_lse + at, mask=split < splits, other=float("-inf"))
         # The values of an empty split are uninitialised.
-        live = (part_lse > float("-inf"))[:, None] & (d < V)[None, :]
-        part = tl.load(parts + (row * splits + split)[:, None] * V + d[None, :], mask=live, other=0.0)
-        acc += tl.sum(part * tl.exp(part_lse - _finite(peak))[:, None], 0)
+        live = (one_lse > float("-inf"))[:, None] & (d < V)[None, :]
+        part = tl.load(parts + at[:, None] * V + d[None, :], mask=live, other=0.0)
+        acc += tl.sum(part * tl.exp(one_lse - _finite(peak))[:, None], 0)
     total = tl.where(total > 0, total, 1.0)
     row_lse = peak + tl.log(total)
     if tl.program_id(1) == 0:
@@ -285,19 +319,28 @@ def cut(D: int, V: int, v_in_k: bool) -> tuple[tuple[int, int, int], tuple[int, 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A launch of the attention kernel: grid (tiles, KV heads, splits), arguments by name, compiler options."""
+    """A launch of the attention kernel: grid, arguments by name, compiler options, the most splits of a sequence."""
 
     grid: tuple[int, int, int]
     arguments: dict[str, Any]
     options: dict[str, int]
+    most_splits: int
+
+    @property
+    def pieces(self) -> list[int]:
+        """Rows of every piece of the list, if there is one. Reads it from the device."""
+        if not self.arguments["LISTED"]:
+            return []
+        entries = self.arguments["work"][: 4 * self.grid[0]].view(-1, 4).tolist()
+        return [end - begin for sequence, begin, end, _ in entries if sequence >= 0]
 
 
 def make_launch(
     q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, splits: int | None = None,
     gpu: GpuProperties | None = None, sinks_H: Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """Prepare a launch from shapes, strides and the view's host values. Allocates the outputs: `out` [N, H, V] and, for
-    several splits, `parts` [N, H, splits, V].
+    """Prepare a launch from shapes, strides and the view's host values. Allocates `out` [N, H, V], `lse` [N, H] and, if
+    there may be several splits, their results. splits: of every tile, instead of a list.
 
     `gpu` is the GPU to compile for, if not the tensors' device.
     """
@@ -310,17 +353,28 @@ def make_launch(
     assert sizes, "supports() was not asked"
     BLOCK_M, BLOCK_N, num_warps, num_stages = sizes
 
-    # A search per tile costs less than many empty programs in steps that mix prefill and decode.
     tiles = triton.cdiv(view.max_query * group, BLOCK_M)
-    rectangular = S * tiles <= 2 * (N * group // BLOCK_M + S)
-    grid_x = S * tiles if rectangular else N * group // BLOCK_M + S
-    if splits is None:
-        span = view.max_seq_len if view.window is None else min(view.max_seq_len, view.window + view.max_query)
-        room = gpu.multiprocessors * (2 if BLOCK_M < 64 else 1)
-        splits = choose_splits(grid_x * G, triton.cdiv(span, 2 * BLOCK_N), room)
+    room = gpu.multiprocessors * (2 if BLOCK_M < 64 else 1)
+    listed = None
+    # Windows make lengths alike.
+    if splits is None and view.max_query <= LISTED_QUERIES and view.window is None:
+        listed = work_list(view, max(1, room // (G * tiles)))
+    if listed is not None:
+        grid = (listed.entries, G, tiles)
+        tiles, most, partials = view.max_query, MOST_SPLITS, (listed.entries, view.max_query, H)
+    else:
+        # A search per tile costs less than many empty programs in steps that mix prefill and decode.
+        rectangular = S * tiles <= 2 * (N * group // BLOCK_M + S)
+        grid_x = S * tiles if rectangular else N * group // BLOCK_M + S
+        if splits is None:
+            span = view.max_seq_len if view.window is None else min(view.max_seq_len, view.window + view.max_query)
+            splits = choose_splits(grid_x * G, triton.cdiv(span, 2 * BLOCK_N), room)
+        grid, tiles, most = (grid_x, G, splits), tiles if rectangular else 0, splits
+        partials = (N, H, splits if splits > 1 else 0)
     out = torch.empty(N, H, V, dtype=q_NHD.dtype, device=q_NHD.device)
-    parts = torch.empty(N, H, splits if splits > 1 else 0, V, dtype=torch.float32, device=q_NHD.device)
-    lse = torch.empty(N, H, splits, dtype=torch.float32, device=q_NHD.device)
+    lse = torch.empty(N, H, dtype=torch.float32, device=q_NHD.device)
+    parts = torch.empty(*partials, V, dtype=torch.float32, device=q_NHD.device)
+    part_lse = torch.empty(partials, dtype=torch.float32, device=q_NHD.device)
     strides = {
         "q_row": q_NHD.stride(0), "q_head": q_NHD.stride(1), "k_slot": k_LGD.stride(0), "k_head": k_LGD.stride(1),
         "v_slot": v_LGV.stride(0), "v_head": v_LGV.stride(1),
@@ -329,17 +383,18 @@ def make_launch(
     # too.
     unit = math.gcd(16, *strides.values())
     arguments = {
-        "q": q_NHD, "k": k_LGD, "v": v_LGV, "out": out, "parts": parts, "lse": lse,
-        "sinks": lse if sinks_H is None else sinks_H, "table": view.block_table_SB,
-        "seq_lens": view.seq_lens_S, "firsts": view.first_S, "query_start": view.query_start_S1,
-        "scale_log2": scale * math.log2(math.e),
+        "q": q_NHD, "k": k_LGD, "v": v_LGV, "out": out, "lse": lse, "parts": parts, "part_lse": part_lse,
+        "sinks": lse if sinks_H is None else sinks_H, "table": view.block_table_SB, "seq_lens": view.seq_lens_S,
+        "firsts": view.first_S, "query_start": view.query_start_S1,
+        "work": view.seq_lens_S if listed is None else listed.numbers, "scale_log2": scale * math.log2(math.e),
         **{name: stride // unit for name, stride in strides.items()}, "UNIT": unit,
-        "table_row": view.block_table_SB.stride(0), "num_sequences": S, "tiles": tiles if rectangular else 0,
+        "table_row": view.block_table_SB.stride(0), "num_sequences": S, "tiles": tiles,
         "GROUP": group, "WINDOW": view.window or 0, "BLOCK_SIZE": view.block_size, "V_IN_K": v_in_k, "D": D, "D0": D0,
         "D1": D1, "D2": D2, "V": V, "V0": V0, "V1": V1, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "SEARCHED": SEARCHED,
         "PRECISION": "ieee" if q_NHD.dtype == torch.float32 else "tf32", "SINKS": sinks_H is not None,
+        "LISTED": listed is not None,
     }  # fmt: skip
-    return Launch((grid_x, G, splits), arguments, {"num_warps": num_warps, "num_stages": num_stages})
+    return Launch(grid, arguments, {"num_warps": num_warps, "num_stages": num_stages}, most)
 
 
 # Shared memory that Triton needs besides the tiles, and bytes that CUDA reserves per block.
@@ -412,30 +467,27 @@ def attend(
 
 def run(launch: Launch) -> tuple[Tensor, Tensor]:
     """Run the kernel and merge its splits: out [N, H, V] and lse [N, H]."""
-    out, parts, lse = (launch.arguments[name] for name in ("out", "parts", "lse"))
-    N, H, splits = lse.shape
-    if not N:
-        return out, lse[..., 0]
+    out, lse = launch.arguments["out"], launch.arguments["lse"]
+    if not len(out):
+        return out, lse
     with torch.cuda.device_of(out):
         attend_kernel[launch.grid](**launch.arguments, **launch.options)
-        if splits == 1:
-            return out, lse[..., 0]
-        merged_lse = lse.new_empty(N, H)
-        sinks = launch.arguments["sinks"] if launch.arguments["SINKS"] else None
-        grid, arguments = merge_launch(parts, lse, out, merged_lse, sinks)
-        merge_kernel[grid](**arguments, num_warps=4)
-    return out, merged_lse
+        if launch.most_splits > 1:
+            grid, arguments = merge_launch(launch)
+            merge_kernel[grid](**arguments, num_warps=4)
+    return out, lse
 
 
-def merge_launch(
-    parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks_H: Tensor | None = None
-) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the grid and the arguments of a merge."""
-    (N, H, splits), V = lses.shape, out.shape[-1]
-    block = min(128, triton.next_power_of_2(V))
+def merge_launch(launch: Launch) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid and the arguments of the merge of a launch's splits."""
+    of = launch.arguments
+    N, H, V = of["out"].shape
+    S, listed, block = of["num_sequences"], of["LISTED"], min(128, triton.next_power_of_2(V))
+    # A list ends with the numbers by sequence.
+    by_sequence = of["work"][len(of["work"]) - 2 * S :] if listed else of["work"]
     arguments = {
-        "parts": parts, "lses": lses, "out": out, "lse": lse, "sinks": lses if sinks_H is None else sinks_H,
-        "splits": splits, "H": H, "V": V, "BLOCK_V": block, "MOST": MOST_SPLITS, "BLOCK_S": 16,
-        "SINKS": sinks_H is not None,
+        **{name: of[name] for name in ("parts", "part_lse", "out", "lse", "sinks", "query_start", "SINKS", "LISTED")},
+        "by_sequence": by_sequence, "splits": launch.most_splits, "queries": of["tiles"] if listed else 1, "H": H,
+        "V": V, "BLOCK_V": block, "MOST": MOST_SPLITS, "BLOCK_S": 16,
     }  # fmt: skip
-    return (N * H, triton.cdiv(V, block)), arguments
+    return ((S * of["tiles"] if listed else N) * H, triton.cdiv(V, block)), arguments

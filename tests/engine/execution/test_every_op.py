@@ -39,8 +39,8 @@ for name in set(MODULES.values()):
 
 
 @pytest.fixture(scope="module")
-def run(sparse, converted, tiny_models, tmp_path_factory) -> Callable[[str], None]:
-    """Run a case on the CPU, including the load of its model."""
+def models(sparse, converted, tiny_models, tmp_path_factory) -> Callable[[str], Any]:
+    """The model of a layout."""
     packed = save_packed(tiny_models["gpt_oss"], tmp_path_factory.mktemp("every-op") / "packed")
 
     def model(layout: str) -> Any:
@@ -50,10 +50,17 @@ def run(sparse, converted, tiny_models, tmp_path_factory) -> Callable[[str], Non
             return sparse("llama", layout.removeprefix("sparse "))
         return {"gqa": tiny_models["llama"], "packed": packed}.get(layout) or converted("llama", layout)
 
+    return model
+
+
+@pytest.fixture(scope="module")
+def run(models) -> Callable[[str], None]:
+    """Run a case on the CPU, including the load of its model."""
+
     def run(case: str) -> None:
         layout, options, drafting = CASES[case]
         options = {"dtype": "bfloat16", "cache_bytes": 1 << 22, **options}
-        llm = LLM(model(layout), device="cpu", **options)
+        llm = LLM(models(layout), device="cpu", **options)
         # Sparse views begin at about 300 tokens.
         prompts = [2 * prompt for prompt in PROMPTS] if drafting == "sparse view" else PROMPTS
         texts = [[*prompt, *range(12)] for prompt in prompts]
@@ -85,8 +92,8 @@ def compiled_ops() -> set[str]:
 def test_every_op_is_compared(run, checking):
     for case in CASES:
         run(case)
-    assert compiled_ops() == set(MODULES)
-    assert {name for name, implementation in dispatch.comparisons if implementation == "native"} == set(MODULES)
+    assert compiled_ops() | triton_ops() == set(MODULES)
+    assert {name for name, implementation in dispatch.comparisons if implementation == "native"} == compiled_ops()
 
 
 # One case for every op.
@@ -137,7 +144,20 @@ def test_check_detects_an_error_of_an_op(case, name, run, checking, monkeypatch)
 
 
 def test_every_op_has_a_case_with_an_error():
-    assert sorted(name for names in CASE_OF_OP.values() for name in names) == sorted(MODULES)
+    assert sorted(name for names in CASE_OF_OP.values() for name in names) == sorted(compiled_ops())
+
+
+def triton_ops() -> set[str]:
+    return {name for name, op in OPS.items() if "triton" in op.implementations}
+
+
+def test_every_triton_op_is_compared(models, checking, cuda):
+    """On the simulated device."""
+    for layout in ("gqa", "sparse gqa", "latent_rope", "packed"):
+        llm = LLM(models(layout), device="cuda", dtype="float32", cache_bytes=1 << 22)
+        llm.generate([PROMPTS[0][:40]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+    compared = {name for name, implementation in dispatch.comparisons if implementation == "triton"}
+    assert compared == triton_ops()
 
 
 @pytest.mark.parametrize("case", ["gqa in int8", "gqa in int4", "latent, sparse", "latent_rope", "packed experts"])

@@ -179,7 +179,7 @@ def test_padded_step_equals_the_step(models, name, op, monkeypatch):
     and the same cache except for one slot of the scratch block."""
     if op == "triton":
         need_interpreter()
-    monkeypatch.setenv("MLAFORGE_OPS", f"paged_attention={op},mxfp4_experts={op}")
+    monkeypatch.setenv("MLAFORGE_OPS", f"paged_attention={op},mxfp4_experts={op},mxfp4_mixture={op}")
     engine = make_engine(models[name])
     cache, eager, met, ragged = engine.cache, engine.runner.eager, set(), []
     for rows in cache.tensors:
@@ -232,7 +232,7 @@ def test_capturable_steps(models, name, monkeypatch):
         "triton": name != "latent",
         "reference": False,
         "check,paged_attention=triton": False,
-        "triton,mxfp4_experts=reference": name in ("llama", "latent_rope"),
+        "triton,mxfp4_mixture=reference": name in ("llama", "latent_rope"),
     }.items():
         monkeypatch.setenv("MLAFORGE_OPS", choice)
         assert engine.runner.capturable(batch) is holds

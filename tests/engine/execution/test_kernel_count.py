@@ -1,4 +1,4 @@
-"""Kernels that a decode step of one layer launches on a GPU: on a small model each costs about as much as its launch."""
+"""Kernels that a layer launches in a decode step on a GPU: small ones cost about as much as their launches."""
 
 import pytest
 import torch

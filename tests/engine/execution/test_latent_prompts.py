@@ -52,7 +52,7 @@ def test_prompts_on_a_gpu(family, layout, options, converted, request, monkeypat
         "mlaforge.engine.execution.attention.attend_prompt", lambda *x: calls.append(1) or attend_prompt(*x)
     )
     actual = answers(model, "cuda")
-    assert len(calls) > 4
+    assert len(calls) >= 3
     for name, tokens in expected.items():
         assert [token for token, _ in actual[name]] == [token for token, _ in tokens]
         torch.testing.assert_close(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.work_list import refill
 from mlaforge.runtime import on_device
 
 # Query tokens per sequence of captured steps: decoding, and verification of up to 8 drafts. Arithmetic limits steps
@@ -117,6 +118,7 @@ def fill(static: Batch, batch: Batch, rows: Tensor | slice, scratch: Sequence[in
         _copy_padded(target.block_table_SB, view.block_table_SB, block)
         _copy_padded(target.first_S, view.first_S, 0)
         _copy_to(target.slots_N, rows, view.slots_N, block * view.block_size)
+        refill(target, view.lengths)
 
 
 def _copy_padded(target: Tensor, source: Tensor, padding: int) -> None:
