@@ -110,3 +110,17 @@ def test_a_rotation_table_has_no_gaps(tiny_models):
     model = load_original(tiny_models["llama"]).model
     for table in RotationTable(model.rotary_emb, 8)(40, torch.zeros(1, 1)):
         assert table.shape == (1, 40, 8) and table[0].is_contiguous()
+
+
+def test_causal_attention_with_sinks_has_no_mask(monkeypatch):
+    """Flash attention takes none."""
+    q, k, v = torch.randn(1, 4, 7, 16), torch.randn(1, 2, 7, 16), torch.randn(1, 2, 7, 8)
+    sinks, calls = torch.randn(4), []
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *x, **kw: calls.append(kw) or attention(*x, **kw)
+    )
+    out, lse = attend(q, k, v, None, 0.3)
+    expected = out * sink_share(lse, sinks)[..., None]
+    torch.testing.assert_close(attend_fused(q, k, v, None, 0.3, sinks), expected, rtol=1e-4, atol=1e-5)
+    assert calls[0]["attn_mask"] is None and calls[0]["is_causal"]

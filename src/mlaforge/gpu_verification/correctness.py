@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.bench.kernels import Layout, split
+from mlaforge.gpu_verification import layer_operations
 from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, WrongResult
 from mlaforge.gpu_verification.context import Context
 from mlaforge.ops import mxfp4_experts_triton, paged_attention_triton, token_selection
@@ -75,6 +76,11 @@ def cases(context: Context) -> Iterator[Case]:
     for length in (200,) if context.twin else (300, 5000):
         name, bound = f"token selection, {length} tokens", Prediction(0.01, "share of other tokens", AT_MOST)
         yield Case(name, bound, functools.partial(selection, context, length))
+    for tokens in (1, 20):
+        for name in layer_operations.operations(context, 0):
+            yield _case(
+                context, f"{name}, {tokens} tokens", context.dtype, functools.partial(operation, context, name, tokens)
+            )  # fmt: skip
     for tokens in (1, 5) if context.twin else (1, 5, 64, 513):
         yield _case(context, f"experts, {tokens} tokens", context.dtype, functools.partial(experts, context, tokens))
 
@@ -115,7 +121,7 @@ def inputs(
         table.to(device), torch.tensor(lengths, dtype=torch.int32).to(device),
         torch.zeros(len(lengths), dtype=torch.int32, device=device), starts.to(device),
         torch.zeros(sum(queries), dtype=torch.int64, device=device), BLOCK_SIZE, max(queries), max(lengths),
-        window=layout.window, queries=tuple(queries),
+        window=layout.window, queries=tuple(queries), lengths=tuple(lengths),
     )  # fmt: skip
     cache = torch.full((len(order) * BLOCK_SIZE, layout.row), torch.nan, dtype=torch.float32, device=device)
     for s, length in enumerate(lengths):
@@ -241,6 +247,13 @@ def selection(context: Context, length: int) -> Outcome:
         len(set(selected[s, :count].tolist()) - set(reference[s, :count].tolist())) for s, count in enumerate(counts)
     )
     return Outcome(differing / sum(counts))
+
+
+def operation(context: Context, name: str, tokens: int) -> Outcome:
+    """Error of a small operation of a layer."""
+    _, run = layer_operations.operations(context, tokens)[name]
+    references = [tensor.double() for tensor in run("reference")]
+    return Outcome(difference(context, functools.partial(run, "triton"), references, ()))
 
 
 def experts_inputs(context: Context, tokens: int, sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:

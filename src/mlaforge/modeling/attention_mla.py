@@ -83,7 +83,8 @@ def attend_fused(
         k_BGSD = torch.cat((sink, nn.functional.pad(k_BGSD, (0, 1))), dim=2)
         v_BGSV = nn.functional.pad(v_BGSV, (0, 0, 1, 0))
         if causal:
-            mask = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).tril()[None, None]
+            # A query before the others, which sees only the sink, so that no mask tensor keeps flash attention away.
+            q_BHTD = nn.functional.pad(q_BHTD, (0, 0, 1, 0))
         if mask is not None:
             assert mask.dtype == torch.bool
             mask = nn.functional.pad(mask, (1, 0), value=True)
@@ -91,6 +92,6 @@ def attend_fused(
     width = -(-max(k_BGSD.shape[-1], V) // WIDTH) * WIDTH
     q, k, v = (nn.functional.pad(t, (0, width - t.shape[-1])) for t in (q_BHTD, k_BGSD, v_BGSV))
     out = nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, is_causal=causal and mask is None, enable_gqa=H != G
+        q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=H != G
     )
-    return out[..., :V]
+    return out[:, :, -T:, :V]

@@ -262,15 +262,20 @@ ROUTED = 8192
 
 def mixture_of_logits(x_NC: Tensor, logits_NE: Tensor, top_k: int, *packed: Any) -> Tensor:
     """ops/mxfp4_experts.py's `mxfp4_mixture`."""
+    return sorted_mixture(x_NC, *route_logits(logits_NE, top_k), *packed)
+
+
+def route_logits(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the (token, expert) pairs sorted by expert and their offsets, as `route`, and weights [N, K]."""
     N, E = logits_NE.shape
     if N * triton.next_power_of_2(E) > ROUTED:
         best_NK, topk_ids_NK = logits_NE.topk(top_k)
-        return mixture(x_NC, topk_ids_NK, best_NK.softmax(dim=-1), *packed)
+        return *route(topk_ids_NK, E), best_NK.softmax(dim=-1)
     arguments, options = route_launch(logits_NE, top_k)
     if N:
-        with torch.cuda.device_of(x_NC):
+        with torch.cuda.device_of(logits_NE):
             route_kernel[(1,)](**arguments, **options)
-    return sorted_mixture(x_NC, *(arguments[name] for name in ("order", "offsets", "weights")), *packed)
+    return arguments["order"], arguments["offsets"], arguments["weights"]
 
 
 def route_launch(logits_NE: Tensor, top_k: int) -> tuple[dict[str, Any], dict[str, int]]:
