@@ -139,6 +139,48 @@ def test_triton_selects_as_the_reference(case):
         assert actual[0][s, :count].tolist() == [block[place // 16] * 16 + place % 16 for place in places]
 
 
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize(("coded", "rotated"), [(0, False), (13, False), (20, False), (0, True)])
+def test_triton_writes_the_keys_of_the_reference(coded, rotated):
+    """Rounded features, pairs without a frequency, and slots in any order. A key may be rounded to its neighbour."""
+    generator = torch.Generator().manual_seed(coded)
+    token_index = index(4, 12, 12, 20, coded, pre_rotated=rotated)
+    view, slots = make_view([40, 23], [7, 12])
+    if coded:
+        token_index = dataclasses.replace(
+            token_index, halves=torch.randint(1, 5, (coded,), generator=generator).float()
+        )
+    token_index, view = on_device(token_index, view)
+    # Triton's interpreter truncates to bf16.
+    features = (3 * torch.randn(19, 20, generator=generator)).bfloat16().float().to(DEVICE)
+    written = []
+    for name in ("triton", "reference"):
+        keys = empty_keys(slots, 12, torch.device(DEVICE))
+        token_index.write(keys, features, turns(torch.arange(19)).to(DEVICE), view.slots_N, name)
+        written.append(keys.int())
+    assert written[1].abs().max() > 3 and (written[0] - written[1]).abs().max() <= 1
+    assert (written[0] != written[1]).float().mean() < 0.01
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_the_last_of_equal_scores_are_selected():
+    """Over several steps of the selection; scores differ in each of its digits."""
+    from mlaforge.ops import token_selection_triton as selection
+
+    lengths, counts = [300, 64, 5], torch.tensor([40, 64, 9], dtype=torch.int32, device=DEVICE)
+    view, _ = make_view(lengths, [1] * 3)
+    _, view = on_device(index(2, 8, 12, 20), view)
+    scores = torch.randint(0, 12, (3, 300), generator=torch.Generator().manual_seed(0)).to(DEVICE) * (1 + 2**-20) / 7
+    scores[0, 17] = torch.inf
+    arguments = selection.select_launch(scores, counts, view, 64) | {"BLOCK_L": 128}
+    selection.select_kernel[(3,)](**arguments)
+    for s, (length, count) in enumerate(zip(lengths, counts.tolist(), strict=True)):
+        best = sorted(range(length), key=lambda t: (-float(scores[s, t]), -t))[:count]
+        assert arguments["positions"][s].tolist() == sorted(best) + [0] * (64 - len(best))
+
+
 @needs_triton
 def test_triton_rejects_unsupported_inputs(monkeypatch):
     """A wrong dtype, and CPU tensors if kernels are compiled."""

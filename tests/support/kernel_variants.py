@@ -81,7 +81,11 @@ def main() -> None:
         S, L = len(queries), view.max_seq_len
         _, arguments = selection.launches(torch.zeros(512, 64, 16, dtype=torch.int8), torch.zeros(S, 64, 64), view)
         launch(selection.lse_kernel, arguments | {"out": torch.zeros(S, 1, 64)})
-        score = {"lse": torch.zeros(S, 64), "out": torch.zeros(S, L), "width": L, "sink": 4, "window": 128, "stride": 0}
+        lse = torch.zeros(S, 1, 64)
+        score = {"lse": lse, "sinks": lse, "out": torch.zeros(S, L), "width": L, "sink": 4, "window": 128, "stride": 0,
+                 "SINKS": True}  # fmt: skip
+        selected = selection.select_launch(torch.zeros(S, L), view.seq_lens_S, view, 1024)
+        launch(selection.select_kernel, selected, num_warps=16)
         launch(selection.score_kernel, arguments | score)
     geometry = "latent_rope"
     for queries, _ in steps(200):

@@ -24,6 +24,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats.plain import Plain
+from mlaforge.ops.token_selection import TokenIndex
 
 # Maximum spilled bytes per thread, of benchmarks/gpu_static.json: a few are harmless. Values of more than 256 elements
 # and tiles of 64 or more pairs of experts spill more.
@@ -100,15 +101,32 @@ def merge(name: str, gpu: GpuProperties) -> KernelLaunch:
 
 
 def select(kernel: str, gpu: GpuProperties) -> KernelLaunch:
-    """Kernel `lse` or `score` of an index of width 64 and 64 heads."""
-    S, H, W, L = 8, 64, 64, 8192
+    """Kernel `write`, `query`, `lse`, `score` or `select` of an index of width 64, 64 heads and 8 KV heads of 64."""
+    S, H, W, L, E = 8, 64, 64, 8192, 64
     zeros = torch.zeros(S, dtype=torch.int32)
+    key, query = torch.zeros(W, 8 * E), torch.zeros(8, W, E)
+    index = TokenIndex(key, key[:, 0].clone(), query, torch.zeros(W // 2, dtype=torch.int64), H, sink=4, window=128)
+    q, rotation = torch.zeros(S, H * E, dtype=torch.bfloat16), torch.zeros(S, 1, E // 2, dtype=torch.complex64)
+    keys = torch.zeros(512, W, 16, dtype=torch.int8)
+    if kernel == "write":
+        _, arguments = selection.write_launch(q[:, : 8 * E], index, rotation, keys, zeros.long())
+        return KernelLaunch(selection.write_kernel, arguments, {"num_warps": 4})
     view = CacheView(torch.zeros(S, 512, dtype=torch.int32), zeros, zeros, zeros, zeros.long(), 16, 1, L)
-    _, arguments = selection.launches(torch.zeros(512, W, 16, dtype=torch.int8), torch.zeros(S, H, W), view)
+    if kernel == "query":
+        return KernelLaunch(
+            selection.query_kernel, selection.query_launch(q, index, rotation, view)[1], {"num_warps": 4}
+        )  # fmt: skip
+    if kernel == "select":
+        arguments = selection.select_launch(torch.zeros(S, L), zeros, view, 1024)
+        return KernelLaunch(selection.select_kernel, arguments, {"num_warps": 16})
+    _, arguments = selection.launches(keys, torch.zeros(S, H, W), view)
     out = torch.zeros(S, L)
     if kernel == "lse":
         return KernelLaunch(selection.lse_kernel, arguments | {"out": out}, {})
-    outputs = {"lse": torch.zeros(S, H), "out": out, "width": L, "sink": 4, "window": 128, "stride": 0}
+    lse = torch.zeros(S, 32, H)
+    outputs = {
+        "lse": lse, "sinks": lse[0, 0], "out": out, "width": L, "sink": 4, "window": 128, "stride": 0, "SINKS": True,
+    }  # fmt: skip
     # Without wgmma the three parts of the product exceed the registers.
     return KernelLaunch(selection.score_kernel, arguments | outputs, {}, None, SPILLED if gpu.asynchronous else 600)
 
@@ -213,8 +231,8 @@ def _launches() -> dict[str, Callable[[GpuProperties], KernelLaunch]]:
     for tokens in (1, 64):
         table[f"absorb 512-64, {tokens} tokens"] = functools.partial(absorbed, "absorb", tokens)
         table[f"up-project 512, {tokens} tokens"] = functools.partial(absorbed, "up-project", tokens)
-    table["selection lse"] = functools.partial(select, "lse")
-    table["selection score"] = functools.partial(select, "score")
+    for kernel in ("write", "query", "lse", "score", "select"):
+        table[f"selection {kernel}"] = functools.partial(select, kernel)
     for shape, part in (("20b", "gate"), ("20b", "down"), ("20b", "sum"), ("120b", "gate"), ("small", "down")):
         table[f"experts {shape} {part}"] = functools.partial(mix, shape, part, bf16)
     for shape, N in (("20b", 1), ("120b", 1), ("20b", 512), ("20b", 2048), ("120b", 2048)):

@@ -21,7 +21,7 @@ from torch import Tensor
 from mlaforge.modeling.rope_mla import rotate
 from mlaforge.modeling.token_index_mla import LARGEST_KEY, scores
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.dispatch import Op, triton_device
+from mlaforge.ops.dispatch import Op
 from mlaforge.ops.native import kernel, supports_bfloat16
 
 # Tokens whose index keys are stored together, element by element.
@@ -186,17 +186,6 @@ def _select_native(
     return slots, positions
 
 
-def _select_triton(
-    q_NX: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, view: CacheView, counts: Sequence[int],
-    multiple: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from mlaforge.ops import token_selection_triton
-
-    index_queries = index.queries(q_NX, rotation_N1P, (view.query_start_S1[1:] - 1).long())
-    pattern = (index.sinks, index.sink, index.window, index.stride)
-    return token_selection_triton.choose(keys, index_queries, view, counts, multiple, *pattern)
-
-
 def _selected_scores(inputs: Sequence[Any], outputs: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
     """Per sequence, the sorted scores of the selected tokens relative to their mean: different tokens with equal scores
     are equally right. Then whether positions ascend and slots are those of the positions."""
@@ -213,18 +202,6 @@ def _selected_scores(inputs: Sequence[Any], outputs: tuple[Tensor, Tensor]) -> S
     return observed
 
 
-def _triton_supports(
-    q_NX: Tensor, index: TokenIndex, rotation_N1P: Any, keys: Tensor, view: CacheView, *others: Any
-) -> Literal[True] | str:
-    if (reason := triton_device(q_NX.device)) is not True:
-        return reason
-    if view.tree_Tn is not None:
-        return "it does not support trees"
-    from mlaforge.ops import token_selection_triton
-
-    return token_selection_triton.supports(keys, q_NX, view)
-
-
 def _native_supports(
     x_NX: Tensor, index: TokenIndex, rotation_N1P: Any, keys: Tensor, *others: Any
 ) -> Literal[True] | str:
@@ -236,6 +213,7 @@ def _native_supports(
 # A key may be rounded to its other neighbour.
 WRITE_INDEX = Op("write_index", write_reference, mutates=(3,), observe=_written_keys, tolerance=(1.0, 0.0))
 WRITE_INDEX.register_native(_native_supports, _write_native)
+WRITE_INDEX.register_triton("token_selection_triton", "write", "write_supports")
 SELECT_TOKENS = Op("select_tokens", select_reference, observe=_selected_scores, tolerance=(1e-2, 1e-2))
 SELECT_TOKENS.register_native(_native_supports, _select_native)
-SELECT_TOKENS.register("triton", _select_triton, _triton_supports, device_type="cuda")
+SELECT_TOKENS.register_triton("token_selection_triton", "choose")

@@ -1,8 +1,12 @@
-"""Token selection in Triton: index logits, each head's softmax over its sequence, and the mean over heads.
+"""Token selection in Triton: index queries and keys, index logits, each head's softmax over its sequence, the mean over
+heads, and the tokens with the best scores.
 
 Logits are computed twice, for the softmax's sums and for the scores: index keys are few bytes, and logits of all heads
-would be many. torch.topk selects the best scores, with arbitrary ties. Launch geometry depends only on host values. Not
-measured on a GPU yet.
+would be many. The best scores are found digit by digit (radix selection), as in torch.topk, and their tokens written in
+order. Launch geometry depends only on host values. Not measured on a GPU yet.
+
+Legend: S sequences, N tokens, H heads, G KV heads, J = H / G, I elements of an index key, F of its features, E of a
+query, K selected tokens.
 """
 
 # Triton reads annotations of kernels: only constexpr is allowed.
@@ -10,8 +14,9 @@ measured on a GPU yet.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import triton
@@ -21,8 +26,96 @@ from torch import Tensor
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import on_device
 
-# Tokens per program, and per tile of logits.
-STRETCH, BLOCK_N = 256, 64
+if TYPE_CHECKING:
+    from mlaforge.ops.token_selection import TokenIndex
+
+# Tokens per program, and per tile of logits; scores per step of the selection.
+STRETCH, BLOCK_N, BLOCK_L = 256, 64, 8192
+# Tokens whose keys a program computes, and features per step.
+KEYS, FEATURES = 16, 32
+
+
+@triton.jit
+def _angle(rotation, at, frequency, pair, live):
+    """Return cos and sin [rows, pairs] of index pairs; pairs without a frequency are not rotated."""
+    number = tl.load(frequency + pair, mask=live, other=-1)
+    angle = rotation + 2 * (at[:, None] + tl.maximum(number, 0)[None, :])
+    rotated = (number >= 0) & live
+    cos = tl.load(angle, mask=rotated[None, :] & (at >= 0)[:, None], other=1.0)
+    return cos, tl.load(angle + 1, mask=rotated[None, :] & (at >= 0)[:, None], other=0.0)
+
+
+@triton.jit
+def _rounded(x):
+    """Round to the nearest integer, ties to even, as torch.round does up to 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def write_kernel(
+    features, key, bias, halves, rotation, frequency, slots, keys, tokens, features_row, pairs, key_tile, key_number,
+    key_token, F: tl.constexpr, CODED: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, ROTATED: tl.constexpr,
+    KEYS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of tokens,): the index keys of features [N, F] to keys [slots / 16, I, 16]. The first CODED features
+    are rounded to whole numbers from -halves to halves - 1. rotation [N, pairs, 2]; ROTATED: features are already."""
+    n, p = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.arange(0, BLOCK_P)
+    real, live = n < tokens, p < PAIRS
+    low, high = tl.zeros([KEYS, BLOCK_P], tl.float32), tl.zeros([KEYS, BLOCK_P], tl.float32)
+    for start in range(0, F, FEATURES):
+        f = start + tl.arange(0, FEATURES)
+        x = tl.load(
+            features + n[:, None].to(tl.int64) * features_row + f[None, :],
+            mask=real[:, None] & (f < F)[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        if CODED > 0:
+            half = tl.load(halves + f, mask=f < CODED, other=0.0)[None, :]
+            whole = tl.maximum(tl.minimum(_rounded(x.to(tl.bfloat16).to(tl.float32)), half - 1.0), -half)
+            x = tl.where((f < CODED)[None, :], whole, x)
+        weight = key + p[None, :] * F + f[:, None]
+        mask = live[None, :] & (f < F)[:, None]
+        low = tl.dot(x, tl.load(weight, mask=mask, other=0.0), low, input_precision="ieee")
+        high = tl.dot(x, tl.load(weight + PAIRS * F, mask=mask, other=0.0), high, input_precision="ieee")
+    low += tl.load(bias + p, mask=live, other=0.0)[None, :]
+    high += tl.load(bias + PAIRS + p, mask=live, other=0.0)[None, :]
+    if not ROTATED:
+        cos, sin = _angle(rotation, tl.where(real, n * pairs, -1), frequency, p, live)
+        low, high = low * cos - high * sin, high * cos + low * sin
+    slot = tl.load(slots + n, mask=real, other=0)
+    at = keys + (slot // 16 * key_tile + slot % 16 * key_token)[:, None] + p[None, :] * key_number
+    mask = real[:, None] & live[None, :]
+    low = tl.maximum(tl.minimum(_rounded(tl.where(low == low, low, 0.0)), 127.0), -127.0)
+    high = tl.maximum(tl.minimum(_rounded(tl.where(high == high, high, 0.0)), 127.0), -127.0)
+    tl.store(at, low.to(tl.int8), mask=mask)
+    tl.store(at + PAIRS * key_number, high.to(tl.int8), mask=mask)
+
+
+@triton.jit
+def query_kernel(
+    q, query, rotation, frequency, query_start, out, q_row, pairs,
+    GROUP: tl.constexpr, E: tl.constexpr, PAIRS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences, KV heads): out [S, H, I], the index queries of each sequence's last token, from queries q [N, H
+    E] and weights query [G, I, E]."""
+    s, g = tl.program_id(0), tl.program_id(1)
+    n = tl.load(query_start + s + 1) - 1
+    j, e, p = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_P)
+    live = p < PAIRS
+    h = g * GROUP + j
+    x_mask = (j < GROUP)[:, None] & (e < E)[None, :]
+    x = tl.load(q + n.to(tl.int64) * q_row + h[:, None] * E + e[None, :], mask=x_mask, other=0.0).to(tl.float32)
+    weight = query + (g * 2 * PAIRS + p)[None, :] * E + e[:, None]
+    mask = live[None, :] & (e < E)[:, None]
+    low = tl.dot(x, tl.load(weight, mask=mask, other=0.0), input_precision="ieee")
+    high = tl.dot(x, tl.load(weight + PAIRS * E, mask=mask, other=0.0), input_precision="ieee")
+    if not ROTATED:
+        cos, sin = _angle(rotation, tl.full([BLOCK_J], 0, tl.int32) + n * pairs, frequency, p, live)
+        low, high = low * cos - high * sin, high * cos + low * sin
+    to = out + (s * tl.num_programs(1) * GROUP + h)[:, None] * (2 * PAIRS) + p[None, :]
+    mask = (j < GROUP)[:, None] & live[None, :]
+    tl.store(to, low, mask=mask)
+    tl.store(to + PAIRS, high, mask=mask)
 
 
 @triton.jit
@@ -83,19 +176,36 @@ def lse_kernel(
     do_not_specialize_on_alignment=["table", "seq_lens"],
 )
 def score_kernel(
-    queries, keys, table, seq_lens, lse, out, table_row, key_tile, key_number, key_token,
+    queries, keys, table, seq_lens, lse, sinks, out, table_row, key_tile, key_number, key_token,
     width, sink, window, stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_N: tl.constexpr, STRETCH: tl.constexpr,
+    BLOCK_N: tl.constexpr, STRETCH: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences, stretches): out [S, width], the mean over heads of exp(logit - lse); inf for tokens that are
-    always read, -1 beyond the sequence."""
+    always read. lse [S, stretches, HEADS]: of each stretch; SINKS [HEADS] take their share."""
     s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(seq_lens + s)
+    if part * STRETCH >= length:
+        return
     h = tl.arange(0, BLOCK_H)
+    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    if SINKS:
+        peak = tl.load(sinks + h, mask=h < HEADS, other=float("-inf"))
+    total = tl.where(peak > float("-inf"), 1.0, 0.0)
+    stretches = tl.num_programs(1)
+    for first in range(0, tl.cdiv(length, STRETCH), 16):
+        i = first + tl.arange(0, 16)
+        parts = tl.load(
+            lse + (s * stretches + i)[:, None] * HEADS + h[None, :],
+            mask=(i < stretches)[:, None] & (h < HEADS)[None, :], other=float("-inf"),
+        )  # fmt: skip
+        higher = tl.maximum(peak, tl.max(parts, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(peak - base) + tl.sum(tl.exp(parts - base[None, :]), 0)
+        peak = higher
     # 0 for padding heads, whose logits are -inf.
-    level = tl.load(lse + s * HEADS + h, mask=h < HEADS, other=0.0)
-    for start in range(part * STRETCH, part * STRETCH + STRETCH, BLOCK_N):
+    level = tl.where(total > 0, peak + tl.log(tl.where(total > 0, total, 1.0)), 0.0)
+    for start in range(part * STRETCH, tl.minimum(part * STRETCH + STRETCH, length), BLOCK_N):
         logits = _logits(
             queries + s * HEADS * WIDTH, keys, table + s * table_row, start, length, key_tile, key_number,
             key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N,
@@ -105,15 +215,75 @@ def score_kernel(
         forced = (t < sink) | (t >= length - window)
         if stride > 0:
             forced = forced | (t % stride == 0)
-        score = tl.where(t < length, tl.where(forced, float("inf"), score), -1.0)
-        tl.store(out + s * width + t, score, mask=t < width)
+        tl.store(out + s * width + t, tl.where(forced, float("inf"), score), mask=t < length)
+
+
+@triton.jit
+def _digit(
+    values, length, found, missing, ABOVE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK_L: tl.constexpr
+):  # fmt: skip
+    """Extend `found`, the bits from ABOVE on of the score at rank `missing`, by those from SHIFT on. Return it, the
+    rank among scores with the same bits, and how many they are."""
+    histogram = tl.zeros([BINS], tl.int32)
+    for start in range(0, length, BLOCK_L):
+        t = start + tl.arange(0, BLOCK_L)
+        bits = tl.load(values + t, mask=t < length, other=0.0).to(tl.int32, bitcast=True)
+        same = (t < length) & ((bits >> ABOVE) == found)
+        histogram += tl.histogram((bits >> SHIFT) & (BINS - 1), BINS, mask=same)
+    # Scores with this digit or a higher one.
+    upward = tl.sum(histogram, 0) - tl.cumsum(histogram, 0) + histogram
+    digit = tl.maximum(tl.sum((upward >= missing).to(tl.int32), 0) - 1, 0)
+    number = tl.arange(0, BINS)
+    equal = tl.sum(tl.where(number == digit, histogram, 0), 0)
+    missing -= tl.sum(tl.where(number > digit, histogram, 0), 0)
+    return (found << (ABOVE - SHIFT)) | digit, missing, equal
+
+
+@triton.jit(do_not_specialize=["table_row", "width", "most"], do_not_specialize_on_alignment=["table", "seq_lens"])
+def select_kernel(
+    scores, counts, table, seq_lens, slots, positions, table_row, width, most,
+    BLOCK_SIZE: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences,): the counts[s] tokens of a sequence with the best scores [S, width], the last ones of equals:
+    slots and positions [S, most], ascending, then 0. Scores are not negative, so they are ordered as their bits, of
+    which 11, 11 and 9 are found at a time."""
+    s = tl.program_id(0).to(tl.int64)
+    length = tl.load(seq_lens + s)
+    count = tl.minimum(tl.load(counts + s), length)
+    values = scores + s * width
+    found, missing, equal = _digit(values, length, 0, count, 31, 20, 2048, BLOCK_L)
+    found, missing, equal = _digit(values, length, found, missing, 20, 9, 2048, BLOCK_L)
+    found, missing, equal = _digit(values, length, found, missing, 9, 0, 512, BLOCK_L)
+    skipped, taken = equal - missing, 0
+    for start in range(0, length, BLOCK_L):
+        t = start + tl.arange(0, BLOCK_L)
+        bits = tl.load(values + t, mask=t < length, other=0.0).to(tl.int32, bitcast=True)
+        tied = ((t < length) & (bits == found)).to(tl.int32)
+        best = (t < length) & ((bits > found) | ((tied == 1) & (tl.cumsum(tied, 0) > skipped)))
+        skipped -= tl.sum(tied, 0)
+        at = s * most + taken + tl.cumsum(best.to(tl.int32), 0) - 1
+        tl.store(positions + at, t, mask=best)
+        block = tl.load(table + s * table_row + t // BLOCK_SIZE, mask=best, other=0)
+        tl.store(slots + at, block * BLOCK_SIZE + t % BLOCK_SIZE, mask=best)
+        taken += tl.sum(best.to(tl.int32), 0)
+    for start in range(count, most, BLOCK_L):
+        k = start + tl.arange(0, BLOCK_L)
+        nothing = tl.zeros([BLOCK_L], tl.int32)
+        tl.store(positions + s * most + k, nothing, mask=k < most)
+        tl.store(slots + s * most + k, nothing, mask=k < most)
 
 
 INTERPRETED = not isinstance(score_kernel, triton.JITFunction)
 
 
-def supports(keys: Tensor, queries: Tensor, view: CacheView) -> Literal[True] | str:
-    """Return True, or the reason why the kernels cannot run on index keys, queries and a view."""
+def supports(
+    queries: Tensor, index: TokenIndex, rotation_N1P: Any, keys: Tensor, view: CacheView, *others: Any
+) -> Literal[True] | str:
+    """Return True, or the reason why the selection cannot run on index keys, queries and a view."""
+    if view.tree_Tn is not None:
+        return "it does not support trees"
+    if queries.stride(1) != 1:
+        return "queries must be contiguous"
     for name, tensor in (("index keys", keys), ("queries", queries), ("the block table", view.block_table_SB)):
         if tensor.device.type != "cuda" and not INTERPRETED:
             return f"it needs CUDA tensors, {name} are on {tensor.device.type}"
@@ -137,28 +307,92 @@ def launches(keys: Tensor, queries_SHI: Tensor, view: CacheView) -> tuple[tuple[
     return (S, triton.cdiv(view.max_seq_len, STRETCH)), arguments
 
 
+def _pairs_of(index: TokenIndex, rotation_N1P: Tensor) -> dict[str, Any]:
+    """Arguments of the rotation of index keys or queries."""
+    PAIRS = len(index.frequency)
+    return {
+        "rotation": torch.view_as_real(rotation_N1P), "frequency": index.frequency, "pairs": rotation_N1P.shape[-1],
+        "PAIRS": PAIRS, "BLOCK_P": max(16, triton.next_power_of_2(PAIRS)), "ROTATED": index.pre_rotated,
+    }  # fmt: skip
+
+
+def write_launch(
+    features_NF: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, slots_N: Tensor
+) -> tuple[tuple[int], dict[str, Any]]:
+    """Return the grid and the arguments of a write."""
+    coded = 0 if index.halves is None else len(index.halves)
+    arguments = {
+        "features": features_NF, "key": index.key, "bias": index.bias,
+        "halves": index.bias if index.halves is None else index.halves, "slots": slots_N, "keys": keys,
+        "tokens": len(features_NF), "features_row": features_NF.stride(0), "key_tile": keys.stride(0),
+        "key_number": keys.stride(1), "key_token": keys.stride(2), "F": index.key.shape[1], "CODED": coded,
+        "KEYS": KEYS, "FEATURES": FEATURES, **_pairs_of(index, rotation_N1P),
+    }  # fmt: skip
+    return (triton.cdiv(len(features_NF), KEYS),), arguments
+
+
+def write(features_NF: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, slots_N: Tensor) -> None:
+    """ops/token_selection.py's `write_index`."""
+    grid, arguments = write_launch(features_NF, index, rotation_N1P, keys, slots_N)
+    if grid[0]:
+        with torch.cuda.device_of(keys):
+            write_kernel[grid](**arguments, num_warps=4)
+
+
+def write_supports(features_NF: Tensor, *others: Any) -> Literal[True] | str:
+    """Return True, or the reason why the kernel cannot run on these."""
+    return True if features_NF.stride(1) == 1 else "features must be contiguous"
+
+
+def query_launch(
+    q_NX: Tensor, index: TokenIndex, rotation_N1P: Tensor, view: CacheView
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid and the arguments of the index queries. Allocates `out`, fp32 [S, H, I]."""
+    (G, I, E), S = index.query.shape, len(view.seq_lens_S)  # noqa: E741
+    group = index.heads // G
+    arguments = {
+        "q": q_NX, "query": index.query, "query_start": view.query_start_S1,
+        "out": torch.empty(S, index.heads, I, device=q_NX.device), "q_row": q_NX.stride(0), "GROUP": group, "E": E,
+        "BLOCK_J": max(16, triton.next_power_of_2(group)), "BLOCK_E": max(16, triton.next_power_of_2(E)),
+        **_pairs_of(index, rotation_N1P),
+    }  # fmt: skip
+    return (S, G), arguments
+
+
+def select_launch(scores_SL: Tensor, counts_S: Tensor, view: CacheView, most: int) -> dict[str, Any]:
+    """Return the arguments of a selection. Allocates `slots` and `positions`, int32 [S, most]."""
+    slots, positions = torch.empty(2, len(scores_SL), most, dtype=torch.int32, device=scores_SL.device)
+    return {
+        "scores": scores_SL, "counts": counts_S, "table": view.block_table_SB, "seq_lens": view.seq_lens_S,
+        "slots": slots, "positions": positions, "table_row": view.block_table_SB.stride(0),
+        "width": scores_SL.shape[1], "most": most, "BLOCK_SIZE": view.block_size, "BLOCK_L": BLOCK_L,
+    }  # fmt: skip
+
+
 def choose(
-    keys: Tensor, queries_SHI: Tensor, view: CacheView, counts: Sequence[int], multiple: int, sinks_H: Tensor | None,
-    sink: int, window: int, stride: int,
+    q_NX: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, view: CacheView, counts: Sequence[int],
+    multiple: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As TokenIndex.choose, from the fp32 index queries of each sequence's last token."""
-    queries_SHI = queries_SHI.contiguous()
-    (S, H, _), device, L = queries_SHI.shape, queries_SHI.device, view.max_seq_len
-    grid, arguments = launches(keys, queries_SHI, view)
-    parts = torch.empty(*grid, H, device=device)
-    lse_kernel[grid](**arguments, out=parts)
-    lse_SH = torch.logsumexp(parts, dim=1)
-    if sinks_H is not None:
-        lse_SH = torch.logaddexp(lse_SH, sinks_H.expand_as(lse_SH))
-    scores_SL = torch.empty(S, L, device=device)
-    score_kernel[grid](
-        **arguments, lse=lse_SH.contiguous(), out=scores_SL, width=L, sink=sink, window=window, stride=stride,
-    )  # fmt: skip
-    max_count, size = max(counts), view.block_size
-    best = scores_SL.topk(max_count, dim=1).indices
-    # Positions beyond a sequence's count are masked.
-    within = torch.arange(max_count, device=device) < on_device(list(counts), torch.int64, device)[:, None]
-    positions = best.masked_fill(~within, L).sort(dim=1).values
-    positions = torch.where(within, positions, 0)
-    slots = view.block_table_SB.gather(1, positions // size) * size + positions % size
-    return tuple(torch.nn.functional.pad(x, (0, -max_count % multiple)).int() for x in (slots, positions))  # type: ignore[return-value]
+    """ops/token_selection.py's `select_tokens`."""
+    S, L, device = len(counts), view.max_seq_len, q_NX.device
+    most = triton.cdiv(max(counts), multiple) * multiple
+    with torch.cuda.device_of(q_NX):
+        query_grid, query_arguments = query_launch(q_NX, index, rotation_N1P, view)
+        query_kernel[query_grid](**query_arguments, num_warps=4)
+        grid, arguments = launches(keys, query_arguments["out"], view)
+        lse = torch.empty(*grid, index.heads, device=device)
+        lse_kernel[grid](**arguments, out=lse)
+        scores_SL = torch.empty(S, L, device=device)
+        score_kernel[grid](
+            **arguments, lse=lse, sinks=lse if index.sinks is None else index.sinks, out=scores_SL, width=L,
+            sink=index.sink, window=index.window, stride=index.stride, SINKS=index.sinks is not None,
+        )  # fmt: skip
+        selection = select_launch(scores_SL, uploaded_counts(tuple(counts), device), view, most)
+        select_kernel[(S,)](**selection, num_warps=16)
+    return selection["slots"], selection["positions"]
+
+
+@functools.lru_cache(maxsize=64)
+def uploaded_counts(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """The counts on a device, int32 [S]: they repeat from layer to layer and step to step."""
+    return on_device(counts, torch.int32, device)

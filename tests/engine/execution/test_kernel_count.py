@@ -11,15 +11,15 @@ from support.tiny_models import save_packed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it needs the simulated device")
 # Model -> most kernels of a layer.
-MOST = {"llama": 10, "qwen3": 10, "gpt_oss": 13, "latent_rope": 12, "fp8": 10}
+MOST = {"llama": 10, "qwen3": 10, "gpt_oss": 13, "latent_rope": 12, "fp8": 10, "sparse": 15}
 
 
 @pytest.fixture(scope="module")
-def models(tiny_models, converted, tmp_path_factory):
+def models(tiny_models, converted, sparse, tmp_path_factory):
     packed = save_packed(tiny_models["gpt_oss"], tmp_path_factory.mktemp("kernels") / "packed")
     return {
         **tiny_models, "gpt_oss": packed, "fp8": tiny_models["llama"],
-        "latent_rope": converted("llama", "latent_rope"),
+        "latent_rope": converted("llama", "latent_rope"), "sparse": sparse("llama", "gqa"),
     }  # fmt: skip
 
 
