@@ -37,33 +37,55 @@ SUM_BLOCK = 1024
 
 
 @triton.jit
-def _value(code):
-    """Convert E2M1 codes to fp32: as fp32's lowest exponent bits and highest mantissa bit they are the value times
-    2^-126, subnormal for 0.5, which has no implicit leading one either."""
-    bits = ((code & 7) << 22) | ((code & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+def _lower(bits, power):
+    """Return the numbers whose E2M1 codes are the lowest exponent bits and the highest mantissa bit of bf16, in the
+    lower 16 bits, times a power. Such a bf16 is the number times 2^-126; 0.5 is subnormal, without an implicit leading
+    one, in both."""
+    if power.dtype == tl.bfloat16:
+        value = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        value = (bits << 16).to(tl.float32, bitcast=True)
+    return value * tl.full([], 8.507059173023462e37, power.dtype) * power
 
 
 @triton.jit
 def _weights(
-    blocks, scales, rows, live, start, INPUTS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr
+    words, scales, rows, live, start, INPUTS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return exact fp32 weights [BLOCK_O, BLOCK_K]: inputs from `start` on of the outputs `rows`; 0 if masked."""
-    byte, group = start // 2 + tl.arange(0, BLOCK_K // 2), start // 32 + tl.arange(0, BLOCK_K // 32)
+    """Return exact weights [BLOCK_O, BLOCK_K] in DTYPE, bf16 or fp32: inputs from `start` on of the outputs `rows`; 0
+    if masked. A word has eight codes, of which two are placed at once: input i and, 16 bits higher, input i + 4."""
+    word, group = start // 8 + tl.arange(0, BLOCK_K // 8), start // 32 + tl.arange(0, BLOCK_K // 32)
     mask, group_mask = live[:, None], live[:, None]
     if INPUTS % BLOCK_K:
-        mask, group_mask = mask & (byte < INPUTS // 2)[None, :], group_mask & (group < INPUTS // 32)[None, :]
-    codes = tl.load(blocks + rows[:, None] * (INPUTS // 2) + byte[None, :], mask=mask, other=0).to(tl.int32)
+        mask, group_mask = mask & (word < INPUTS // 8)[None, :], group_mask & (group < INPUTS // 32)[None, :]
+    codes = tl.load(words + rows[:, None] * (INPUTS // 8) + word[None, :], mask=mask, other=0)
     scale = tl.load(scales + rows[:, None] * (INPUTS // 32) + group[None, :], mask=group_mask, other=0).to(tl.int32)
     # 2^-127 has no implicit leading one either; 255 becomes infinity, as in transformers.
-    power = tl.where(scale == 0, 0x400000, scale << 23).to(tl.float32, bitcast=True)
-    power = tl.broadcast_to(power[:, :, None], (BLOCK_O, BLOCK_K // 32, 16)).reshape(BLOCK_O, BLOCK_K // 2)
-    return tl.interleave(_value(codes & 15) * power, _value(codes >> 4) * power)
+    if tl.bfloat16 == DTYPE:
+        power = tl.where(scale == 0, 0x40, scale << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        power = tl.where(scale == 0, 0x400000, scale << 23).to(tl.float32, bitcast=True)
+    power = tl.broadcast_to(power[:, :, None], (BLOCK_O, BLOCK_K // 32, 4)).reshape(BLOCK_O, BLOCK_K // 8)
+    # -0x7fff8000 is 0x80008000, the signs of inputs 3 and 7.
+    pair0 = ((codes & 0x00070007) << 6) | ((codes & 0x00080008) << 12)
+    pair1 = ((codes & 0x00700070) << 2) | ((codes & 0x00800080) << 8)
+    pair2 = ((codes & 0x07000700) >> 2) | ((codes & 0x08000800) << 4)
+    pair3 = ((codes >> 6) & 0x01C001C0) | (codes & -0x7FFF8000)
+    even = tl.interleave(
+        tl.interleave(_lower(pair0, power), _lower(pair0 >> 16, power)),
+        tl.interleave(_lower(pair2, power), _lower(pair2 >> 16, power)),
+    )
+    odd = tl.interleave(
+        tl.interleave(_lower(pair1, power), _lower(pair1 >> 16, power)),
+        tl.interleave(_lower(pair3, power), _lower(pair3 >> 16, power)),
+    )
+    return tl.interleave(even, odd)
 
 
 @triton.jit(do_not_specialize=["top_k"])
 def product_kernel(
-    x, order, offsets, blocks, scales, bias, out, x_row, top_k, alpha, limit,
+    x, order, offsets, words, scales, bias, out, x_row, top_k, alpha, limit,
     EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -76,6 +98,7 @@ def product_kernel(
     tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
     tile_ends = tl.cumsum(tiles, 0)
     columns: tl.constexpr = (OUTPUTS + BLOCK_O - 1) // BLOCK_O
+    DTYPE: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.bfloat16 else tl.float32
 
     for item in range(tl.program_id(0), tl.sum(tiles) * columns, tl.num_programs(0)):
         tile = item // columns
@@ -98,11 +121,11 @@ def product_kernel(
             if INPUTS % BLOCK_K:
                 mask = mask & (k < INPUTS)[None, :]
             x_tile = tl.trans(tl.load(x_rows[:, None] + k[None, :], mask=mask, other=0.0))
-            weights = _weights(blocks, scales, rows, live, start, INPUTS, BLOCK_O, BLOCK_K).to(x_tile.dtype)
-            acc = tl.dot(weights, x_tile, acc, input_precision=PRECISION)
+            weights = _weights(words, scales, rows, live, start, INPUTS, BLOCK_O, BLOCK_K, DTYPE)
+            acc = tl.dot(weights.to(x_tile.dtype), x_tile, acc, input_precision=PRECISION)
             if GATED:
-                weights = _weights(blocks, scales, rows + 1, live, start, INPUTS, BLOCK_O, BLOCK_K).to(x_tile.dtype)
-                up = tl.dot(weights, x_tile, up, input_precision=PRECISION)
+                weights = _weights(words, scales, rows + 1, live, start, INPUTS, BLOCK_O, BLOCK_K, DTYPE)
+                up = tl.dot(weights.to(x_tile.dtype), x_tile, up, input_precision=PRECISION)
 
         acc += tl.load(bias + rows, mask=live, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -169,6 +192,8 @@ def supports(x_NC: Tensor, *packed: Tensor) -> Literal[True] | str:
         return "Triton's interpreter computes wrong bfloat16 products"
     if x_NC.stride(-1) != 1 or not all(tensor.is_contiguous() for tensor in packed):
         return "rows must be contiguous"
+    if any(tensor.dtype == torch.uint8 and tensor.dim() == 4 and tensor.data_ptr() % 4 for tensor in packed):
+        return "codes must begin at a multiple of 4 bytes"
     return True
 
 
@@ -221,7 +246,8 @@ def make_launch(
     num_warps = max(1, BLOCK_O // 16)
     programs = min(most_tiles(P, E, BLOCK_M) * triton.cdiv(OUTPUTS, BLOCK_O), 8 // num_warps * gpu.multiprocessors)
     arguments = {
-        "x": x, "order": order_P, "offsets": offsets, "blocks": blocks, "scales": scales, "bias": bias, "out": out,
+        "x": x, "order": order_P, "offsets": offsets,
+        "words": blocks.view(torch.int32), "scales": scales, "bias": bias, "out": out,
         "x_row": x.stride(0), "top_k": top_k, "alpha": alpha, "limit": limit, "EXPERTS": E,
         "INPUTS": blocks.shape[2] * BLOCK, "OUTPUTS": OUTPUTS, "GATED": gated, "BLOCK_E": triton.next_power_of_2(E),
         "BLOCK_M": BLOCK_M, "BLOCK_O": BLOCK_O, "BLOCK_K": inputs,
