@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from mlaforge.artifact import Manifest
-from mlaforge.bench import kernels, machine, recipe, scenario
+from mlaforge.bench import kernels, layer_operations, machine, recipe, scenario
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.prompts import Prompts
 from mlaforge.checkpoint import source_model
@@ -22,7 +22,9 @@ from mlaforge.config import resolve
 from mlaforge.engine.engine import Engine
 from mlaforge.evaluation import perplexity
 from mlaforge.evaluation.config import EvalConfig
+from mlaforge.ops.elementwise import SILU_MUL
 from mlaforge.ops.paged_attention import OP
+from mlaforge.planning.costs import GPUS
 from mlaforge.runtime import UserError
 from mlaforge.synthesis.repetition import distinct_ngram_ratio
 
@@ -314,6 +316,20 @@ def test_kernels_are_checked_before_timing(monkeypatch, tmp_path, known_roof):
     monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path))
     with pytest.raises(AssertionError, match="paged_attention"):
         kernels.run(config, tmp_path, "small")
+
+
+def test_small_operations_are_checked_before_timing(monkeypatch, tmp_path, known_roof):
+    config = resolve(BenchConfig, None, op="layer", device="cpu", dtype="float32")
+    body = kernels.run(config, tmp_path, "small")
+    assert len(body["rows"]) == 6 and "| routing | 3 |" in kernels.table(body)
+    monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path))
+    monkeypatch.setattr(SILU_MUL, "reference", lambda gate_up: gate_up[:, ::2])
+    _, gate = layer_operations.operations(3, torch.float32, torch.device("cpu"), small=True)["gate"]
+    with pytest.raises(AssertionError, match="gate"):
+        kernels.measure_operation(
+            "gate", 3, 1, lambda name: gate(name) if name else [torch.zeros(3, 128)], None, torch.device("cpu"),
+            GPUS["h100"],
+        )  # fmt: skip
 
 
 def test_conversion_benchmark_agrees_with_eval(cli, tiny_models, converted, evaluation_file, tmp_path):

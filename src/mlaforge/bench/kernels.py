@@ -1,4 +1,5 @@
-"""Kernel benchmark: GB/s, TFLOP/s and share of the roofline of an op, over layouts, batches and contexts.
+"""Kernel benchmark: GB/s, TFLOP/s and share of the roofline of attention, over layouts, batches and contexts, or of
+the small operations of a layer.
 
 Every row is compared with the fp32 reference before it is timed; a wrong row stops the run. The caches of enough layers
 are read in turn that the chip's cache cannot hold them (at most 128), block tables are shuffled, and on CUDA launches
@@ -10,6 +11,7 @@ run this yet.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 import statistics
@@ -22,16 +24,19 @@ import torch
 
 from mlaforge.bench import machine
 from mlaforge.bench.config import BenchConfig
+from mlaforge.bench.layer_operations import Run, operations
 from mlaforge.bench.roof import describe, roof
 from mlaforge.config import DTYPES, nearest
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.check import check
+from mlaforge.ops.check import TOLERANCES, check
 from mlaforge.ops.paged_attention import OP, reference
 from mlaforge.planning.costs import Cost, Gpu
 from mlaforge.rendering.table import markdown_table
 from mlaforge.runtime import UserError, log, resolve_device
 
-OPERATIONS = ("paged_attention",)
+# `layer`: the small operations of a layer (layer_operations.py), on so many tokens; scaled down for a CPU.
+OPERATIONS = ("paged_attention", "layer")
+TOKENS, CPU_TOKENS, SMALL_TOKENS = (1, 8, 64, 2048), (1, 8), (3,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +197,13 @@ def run(config: BenchConfig, folder: Path, scope: str | None = None) -> dict[str
     if gpu is None:
         raise UserError("the roofline of this machine is unknown; name the most similar machine with --roof")
     header, rows = machine.header("kernels", device), list[dict[str, Any]]()
+    if config.op == "layer":
+        for N in SMALL_TOKENS if scope == "small" else CPU_TOKENS if device.type == "cpu" else TOKENS:
+            for name, (minimum, run_operation) in operations(N, dtype, device, scope == "small").items():
+                rows.append(measure_operation(name, N, minimum, run_operation, config.implementation, device, gpu))
+                log(f"{name}, {N} tokens: {rows[-1]['us']:.1f} us")
+        machine.write(folder / "kernels.json", {**header, "roof": describe(gpu), "rows": rows})
+        return {**header, "roof": describe(gpu), "rows": rows}
     for name, (S, P, T) in grid(scope or ("cpu" if device.type == "cpu" else "full")):
         rows.append({"op": config.op, **measure(name, S, P, T, config.implementation, device.type, dtype, gpu, scope)})
         log(f"{name}, {S} x {P} tokens, {T} queries: {rows[-1]['us']:.1f} us with {rows[-1]['by']}")
@@ -221,6 +233,20 @@ def measure(
         "us": seconds_per_layer * 1e6, "gbs": minimum.bytes / seconds_per_layer / 1e9,
         "tflops": minimum.flops / seconds_per_layer / 1e12,
         "of_the_roof": gpu.seconds(minimum) / seconds_per_layer, "limit": gpu.bound(minimum),
+    }  # fmt: skip
+
+
+def measure_operation(
+    name: str, N: int, minimum: int, run: Run, implementation: str | None, device: torch.device, gpu: Gpu
+) -> dict[str, Any]:
+    """Check and time a small operation on N tokens, including copies of what it writes over."""
+    expected = run("reference")
+    check(name, (), run(implementation), expected, TOLERANCES[expected[-1].dtype])
+    taken = seconds(functools.partial(run, implementation), device.type)
+    return {
+        "op": "layer", "layout": name, "sequences": N, "tokens": 0, "queries": 1, "by": implementation or "dispatched",
+        "us": taken * 1e6, "gbs": minimum / taken / 1e9, "tflops": 0.0,
+        "of_the_roof": gpu.seconds(Cost(0.0, float(minimum))) / taken, "limit": "memory",
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.bench.kernels import Layout, split
-from mlaforge.gpu_verification import layer_operations
+from mlaforge.bench.layer_operations import operations
 from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, WrongResult
 from mlaforge.gpu_verification.context import Context
 from mlaforge.ops import mxfp4_experts_triton, paged_attention_triton, token_selection
@@ -77,7 +77,7 @@ def cases(context: Context) -> Iterator[Case]:
         name, bound = f"token selection, {length} tokens", Prediction(0.01, "share of other tokens", AT_MOST)
         yield Case(name, bound, functools.partial(selection, context, length))
     for tokens in (1, 20):
-        for name in layer_operations.operations(context, 0):
+        for name in operations(0, context.dtype, context.device, context.twin):
             yield _case(
                 context, f"{name}, {tokens} tokens", context.dtype, functools.partial(operation, context, name, tokens)
             )  # fmt: skip
@@ -251,7 +251,7 @@ def selection(context: Context, length: int) -> Outcome:
 
 def operation(context: Context, name: str, tokens: int) -> Outcome:
     """Error of a small operation of a layer."""
-    _, run = layer_operations.operations(context, tokens)[name]
+    _, run = operations(tokens, context.dtype, context.device, context.twin)[name]
     references = [tensor.double() for tensor in run("reference")]
     return Outcome(difference(context, functools.partial(run, "triton"), references, ()))
 
