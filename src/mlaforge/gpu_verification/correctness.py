@@ -18,9 +18,10 @@ from torch import Tensor
 
 from mlaforge.bench.kernels import Layout, split
 from mlaforge.bench.layer_operations import operations
+from mlaforge.engine.speculation.drafter import ancestry
 from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, WrongResult
 from mlaforge.gpu_verification.context import Context
-from mlaforge.ops import mxfp4_experts_triton, paged_attention_triton, token_selection
+from mlaforge.ops import mxfp4_experts_triton, paged_attention, paged_attention_triton, token_selection
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import save
 from mlaforge.ops.mxfp4 import BIAS, unpack
@@ -71,6 +72,8 @@ def cases(context: Context) -> Iterator[Case]:
         context, "attention ragged", kinds[0][0],
         functools.partial(attention, context, first, *kinds[0], queries, cached),
     )  # fmt: skip
+    for name in list(layouts)[::2]:
+        yield _case(context, f"tree, {name}", first_dtype, functools.partial(tree, context, layouts[name]))
     for splits in (2, 7):
         yield _case(context, f"merge of {splits} splits", kinds[0][0], functools.partial(merge, context, first, splits))
     for length in (200,) if context.twin else (300, 5000):
@@ -205,6 +208,18 @@ def attention(
     )
     if error > TOLERANCES[dtype]:
         _save_mismatch(context, arguments)
+    return Outcome(error)
+
+
+def tree(context: Context, layout: Layout) -> Outcome:
+    """Error of attention of a tree of drafted tokens."""
+    dtype, rows = context.dtype, ancestry([-1, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6])
+    q, k, v, view, scale = inputs(context, layout, dtype, dtype, (len(rows),), (200,))
+    view = dataclasses.replace(view, tree_Tn=torch.tensor(rows, dtype=torch.int32, device=context.device))
+    references = [tensor.double() for tensor in paged_attention.reference(q, k, v, view, scale)]
+    error = difference(
+        context, lambda: paged_attention_triton.attend(q, k, v, view, scale), references, (q, k, v, view, scale)
+    )
     return Outcome(error)
 
 

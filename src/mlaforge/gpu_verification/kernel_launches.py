@@ -49,6 +49,7 @@ ATTENTION = {
     "gqa-64-verify": (64, 8, 64, 64, 4),
     "gqa-64-prefill": (64, 8, 64, 64, 2048),
     "gqa-64-mixed": (64, 8, 64, 64, 2048),
+    "gqa-64-tree": (64, 8, 64, 64, 17),
     "gqa-96": (32, 32, 96, 96, 1),
     "gqa-128": (64, 8, 128, 128, 1),
     "gqa-128, 32 heads": (32, 8, 128, 128, 1),
@@ -57,6 +58,7 @@ ATTENTION = {
     "mla-512-64": (64, 1, 576, -512, 1),
     "mla-512-64-verify": (64, 1, 576, -512, 4),
     "mla-512-64-prefill": (64, 1, 576, -512, 2048),
+    "mla-512-64-tree": (64, 1, 576, -512, 17),
     "mla-256-64": (64, 1, 320, -256, 1),
     "mla-320-32": (64, 1, 352, -320, 1),
     "mla-384-64": (64, 1, 448, -384, 1),
@@ -78,7 +80,11 @@ def attend_launch(name: str, dtype: torch.dtype, rows: torch.dtype, gpu: GpuProp
     N = S + T - 1 if name.endswith("mixed") else S * T
     zeros = torch.zeros(S + 1, dtype=torch.int32)
     table = torch.zeros(S, 512, dtype=torch.int32)
-    view = CacheView(table, zeros[:S], zeros[:S], zeros, zeros.long(), 16, T, 8192, lengths=(8192,) * S)
+    tree = torch.zeros(T, T, dtype=torch.int32) if name.endswith("tree") else None
+    S = 1 if tree is not None else S
+    view = CacheView(
+        table[:S], zeros[:S], zeros[:S], zeros[: S + 1], zeros.long(), 16, T, 8192, lengths=(8192,) * S, tree_Tn=tree
+    )  # fmt: skip
     q = torch.empty(N, H, D, dtype=dtype)
     sinks = torch.empty(H, dtype=dtype) if name.startswith("gqa-64") else None
     return attention.make_launch(q, k, v, view, 0.1, gpu=gpu, sinks_H=sinks)

@@ -102,8 +102,8 @@ def _triton_supports(
 ) -> Literal[True] | str:  # fmt: skip
     if (reason := triton_device(q_NHD.device)) is not True:
         return reason
-    if view.tree_Tn is not None:
-        return "it does not support trees"
+    if view.tree_Tn is not None and not view.tree_Tn.is_contiguous():
+        return "the tree must be contiguous"
     from mlaforge.ops import paged_attention_triton
 
     return paged_attention_triton.supports(q_NHD, k_LGD, v_LGV)

@@ -101,21 +101,22 @@ def _share(lowest, highest, first, split, splits, WINDOW: tl.constexpr, BLOCK_N:
 
 # What a launch's lengths change is not specialized: each variant takes seconds to compile.
 @triton.jit(
-    do_not_specialize=["table_row", "num_sequences", "tiles"],
+    do_not_specialize=["table_row", "num_sequences", "tiles", "nodes"],
     do_not_specialize_on_alignment=["table", "seq_lens", "firsts", "query_start"],
 )
 def attend_kernel(
-    q, k, v, out, lse, parts, part_lse, sinks, table, seq_lens, firsts, query_start, work, scale_log2,
-    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, num_sequences, tiles,
+    q, k, v, out, lse, parts, part_lse, sinks, table, seq_lens, firsts, query_start, work, tree, scale_log2,
+    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, num_sequences, tiles, nodes,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V0: tl.constexpr,
     V1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEARCHED: tl.constexpr, PRECISION: tl.constexpr,
-    SINKS: tl.constexpr, LISTED: tl.constexpr,
+    SINKS: tl.constexpr, LISTED: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, KV heads, splits), or, if LISTED, (entries of the list `work`, KV heads, tiles of a sequence, whose
     tokens are `tiles` at most). Contiguous outputs: out [N, H, V], with the SINKS [H] applied, and lse [N, H]; of
     several splits fp32 parts [N, H, splits, V] and part_lse, without sinks. Listed parts are [partial result, `tiles`
-    tokens, H]. Strides count UNIT elements. 0: no WINDOW or piece. V_IN_K: D0 and D1 are V's too."""
+    tokens, H]. Strides count UNIT elements. 0: no WINDOW or piece. V_IN_K: D0 and D1 are V's too. NODES > 0: the
+    last `nodes` rows are a tree, `tree` [T, nodes] as in CacheView."""
     g = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1) * GROUP
     if LISTED:
@@ -140,13 +141,21 @@ def attend_kernel(
     position = length - T + m // GROUP
     earliest = tile * BLOCK_M // GROUP
     latest = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, T - 1)
+    lowest, highest = length - T + earliest, length - T + latest
+    if NODES > 0:
+        # Rows are in the order of the table, and nodes at the same depth have the same position.
+        before, node = length - nodes, tl.arange(0, NODES)
+        paths = tree + (m // GROUP)[:, None] * nodes
+        distance = tl.load(paths + node[None, :], mask=real[:, None] & (node < nodes)[None, :], other=-1)
+        position = before + tl.max(distance, 1)
+        lowest, highest = before, length - 1
     if LISTED:
         start = first + tl.load(entry + 1)
-        end = tl.minimum(first + tl.load(entry + 2), length - T + latest + 1)
+        end = tl.minimum(first + tl.load(entry + 2), highest + 1)
         at = (partial * tiles + m // GROUP) * heads + h
     else:
         split, splits = tl.program_id(2), tl.num_programs(2)
-        start, end = _share(length - T + earliest, length - T + latest, first, split, splits, WINDOW, BLOCK_N)
+        start, end = _share(lowest, highest, first, split, splits, WINDOW, BLOCK_N)
         at = (n_row * heads + h) * splits + split
     if (start >= end) & (not final):  # the merge does not read the values of an empty split
         tl.store(part_lse + at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
@@ -181,6 +190,14 @@ def attend_kernel(
         visible = p[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (p[None, :] > position[:, None] - WINDOW)
+        if NODES > 0:  # noqa: SIM102 (known when it is compiled)
+            if n + BLOCK_N > before:
+                inside = (p >= before) & live
+                distance = tl.load(paths + (p - before)[None, :], mask=real[:, None] & inside[None, :], other=-1)
+                seen = distance >= 0
+                if WINDOW > 0:
+                    seen = seen & (distance < WINDOW)
+                visible = tl.where(inside[None, :], seen, visible)
         scores = tl.where(visible, scores * scale_log2, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - _finite(higher)[:, None])
@@ -357,7 +374,8 @@ def make_launch(
     room = gpu.multiprocessors * (2 if BLOCK_M < 64 else 1)
     listed = None
     # Windows make lengths alike.
-    if splits is None and view.max_query <= LISTED_QUERIES and view.window is None:
+    tree_Tn = view.tree_Tn
+    if splits is None and view.max_query <= LISTED_QUERIES and view.window is None and tree_Tn is None:
         listed = work_list(view, max(1, room // (G * tiles)))
     if listed is not None:
         grid = (listed.entries, G, tiles)
@@ -367,7 +385,8 @@ def make_launch(
         rectangular = S * tiles <= 2 * (N * group // BLOCK_M + S)
         grid_x = S * tiles if rectangular else N * group // BLOCK_M + S
         if splits is None:
-            span = view.max_seq_len if view.window is None else min(view.max_seq_len, view.window + view.max_query)
+            step_rows = view.step_rows(view.max_query)
+            span = view.max_seq_len if view.window is None else min(view.max_seq_len, view.window + step_rows)
             splits = choose_splits(grid_x * G, triton.cdiv(span, 2 * BLOCK_N), room)
         grid, tiles, most = (grid_x, G, splits), tiles if rectangular else 0, splits
         partials = (N, H, splits if splits > 1 else 0)
@@ -386,13 +405,16 @@ def make_launch(
         "q": q_NHD, "k": k_LGD, "v": v_LGV, "out": out, "lse": lse, "parts": parts, "part_lse": part_lse,
         "sinks": lse if sinks_H is None else sinks_H, "table": view.block_table_SB, "seq_lens": view.seq_lens_S,
         "firsts": view.first_S, "query_start": view.query_start_S1,
-        "work": view.seq_lens_S if listed is None else listed.numbers, "scale_log2": scale * math.log2(math.e),
+        "work": view.seq_lens_S if listed is None else listed.numbers,
+        "tree": view.seq_lens_S if tree_Tn is None else tree_Tn, "nodes": 0 if tree_Tn is None else tree_Tn.shape[1],
+        "scale_log2": scale * math.log2(math.e),
         **{name: stride // unit for name, stride in strides.items()}, "UNIT": unit,
         "table_row": view.block_table_SB.stride(0), "num_sequences": S, "tiles": tiles,
         "GROUP": group, "WINDOW": view.window or 0, "BLOCK_SIZE": view.block_size, "V_IN_K": v_in_k, "D": D, "D0": D0,
         "D1": D1, "D2": D2, "V": V, "V0": V0, "V1": V1, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "SEARCHED": SEARCHED,
         "PRECISION": "ieee" if q_NHD.dtype == torch.float32 else "tf32", "SINKS": sinks_H is not None,
         "LISTED": listed is not None,
+        "NODES": 0 if tree_Tn is None else max(64, triton.next_power_of_2(tree_Tn.shape[1])),
     }  # fmt: skip
     return Launch(grid, arguments, {"num_warps": num_warps, "num_stages": num_stages}, most)
 
