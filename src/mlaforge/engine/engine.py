@@ -115,7 +115,7 @@ class Engine:
             group = len(groups) - 1
             self.speculate(EagleDrafter(
                 head, self.model, self.cache.rows[-1],
-                lambda chunks: make_batch(chunks, self.tables, self.device, (group,)),
+                lambda chunks: make_batch(chunks, self.tables, self.device, (group,)), self.runner.graphs,
             ), prompt_lookup=config.adaptive_speculation)  # fmt: skip
         elif config.speculative == "ngram":
             self.speculate(self._lookup_drafter(), prompt_lookup=config.adaptive_speculation)

@@ -94,7 +94,8 @@ def attend(name: str, dtype: torch.dtype, rows: torch.dtype, gpu: GpuProperties)
     """Attention kernel with a shape of ATTENTION."""
     launch = attend_launch(name, dtype, rows, gpu)
     tile = launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]
-    spilled = SPILLED_WIDE if abs(ATTENTION[name][3]) > 256 else SPILLED
+    # The masks of a tree need more registers.
+    spilled = (SPILLED_WIDE if abs(ATTENTION[name][3]) > 256 else SPILLED) * (1 + name.endswith("tree"))
     return KernelLaunch(attention.attend_kernel, launch.arguments, launch.options, tile, spilled)
 
 

@@ -22,8 +22,9 @@ from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.engine.execution.bucket import QUERIES, Bucket, bucket_of, fill, padded
 from mlaforge.engine.execution.graphs import Graphs
 from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.engine.speculation.draft_graph import DraftGraphs
 from support.drafters import Knowing
-from support.eagle3_heads import saved
+from support.eagle3_heads import HEADS, saved
 from support.paged_steps import need_interpreter
 from support.simulated_cuda import FakeCapture
 from support.speculating import speculate
@@ -296,6 +297,32 @@ def test_replayed_tokens_equal_eager_tokens(models, name, monkeypatch):
     runner.graphs = Graphs(runner.eager, lambda batch: True, engine.cache.scratch, engine.config.max_num_seqs, capture)
     assert tokens(engine, prompts, 12) == want
     assert capture.replays > 12 > capture.captures
+
+
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize("head", ["plain", "all norms", "another size"])
+def test_replayed_drafts_equal_eager_drafts(models, head, tmp_path, monkeypatch):
+    """Chains of several sequences, which end one after another, in one graph per bucket and length."""
+    monkeypatch.setenv("MLAFORGE_OPS", "reference")
+    folder, prompts = saved(tmp_path / "head", **HEADS[head]), prompts_of(5, 17, 40, 9, 9)
+    options = {"speculative": str(folder), "num_speculative_tokens": 3, "adaptive_speculation": False}
+    eager, engine = make_engine(models["llama"], **options), make_engine(models["llama"], **options)
+    capture, drafts = FakeCapture(), {}
+    for one in (eager, engine):
+        drafter, drafts[one] = one.speculation.drafter, []
+        drafter.stops_early = False
+
+        def propose(*arguments, call=drafter.propose, drafted=drafts[one]):
+            drafted.append(call(*arguments))
+            return drafted[-1]
+
+        monkeypatch.setattr(drafter, "propose", propose)
+    monkeypatch.setattr(drafter.attention, "capturable", lambda view: True)
+    drafter.graphs = DraftGraphs(drafter._drafted, capture, engine.cache.scratch[-1], engine.config.max_num_seqs)
+    assert tokens(engine, prompts, 12) == tokens(eager, prompts, 12)
+    chains = [[[draft.token_ids for draft in step] for step in drafts[one]] for one in (engine, eager)]
+    assert chains[0] == chains[1] and any(len(chain) == 3 for chain in chains[0][0])
+    assert capture.replays > 2 * capture.captures > 0
 
 
 # A GPU decodes so many tokens in a moment; the simulated device takes half a second for one.

@@ -61,7 +61,7 @@ class Graphs:
         max_num_seqs: int, capture: Capture,
     ):  # fmt: skip
         self._run, self._capturable, self.capture = run, capturable, capture
-        self._scratch, self._max_num_seqs = tuple(scratch), max_num_seqs
+        self.scratch, self.max_num_seqs = tuple(scratch), max_num_seqs
         self._graphs: dict[tuple[Bucket, Hashable], _Graph | None] = {}
 
     @property
@@ -72,7 +72,7 @@ class Graphs:
     def __call__(self, batch: Batch, state: Hashable = None) -> Tensor | None:
         """Return hidden states [N, C] of the batch, valid until the next call; None where it must run without a graph.
         `state` is everything that can change in a running engine and that a captured graph would not follow."""
-        bucket = Bucket.of(batch, self._max_num_seqs)
+        bucket = Bucket.of(batch, self.max_num_seqs)
         if bucket is None:
             return None
         key = bucket, state
@@ -82,13 +82,13 @@ class Graphs:
         if graph is None:
             return None
         rows = bucket.rows(batch)
-        fill(graph.static, batch, rows, self._scratch)
+        fill(graph.static, batch, rows, self.scratch)
         graph.replay()
         return graph.out_NC[rows] if isinstance(rows, slice) else graph.out_NC.index_select(0, rows)
 
     def _capture_graph(self, bucket: Bucket, batch: Batch) -> _Graph:
         static = blank(bucket, batch)
         # The run before the capture computes this step.
-        fill(static, batch, bucket.rows(batch), self._scratch)
+        fill(static, batch, bucket.rows(batch), self.scratch)
         replay, out_NC = self.capture(lambda: self._run(static))
         return _Graph(static, replay, out_NC)

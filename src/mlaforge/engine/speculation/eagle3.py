@@ -26,6 +26,7 @@ from mlaforge.checkpoint.eagle3 import check_head
 from mlaforge.engine.cache.kv_cache import LayerCache
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk
+from mlaforge.engine.execution.graphs import Graphs
 from mlaforge.engine.execution.linear import QUANTIZED, fused, vocabulary_head
 from mlaforge.engine.execution.mlp import GatedMlp
 from mlaforge.engine.execution.model import EngineModel
@@ -33,12 +34,13 @@ from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
+from mlaforge.engine.speculation.draft_graph import Chains, DraftGraphs
 from mlaforge.engine.speculation.drafter import Draft, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.ops import native
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats.plain import Plain, dtype_name
-from mlaforge.runtime import on_device
+from mlaforge.runtime import on_device, ops_choice
 
 # Most children of a tree node, and most nodes of a level that get children.
 BRANCHES = 8
@@ -144,12 +146,17 @@ class EagleDrafter:
     rows        the head's cache
     make_batch  builds batches on the head's cache group
 
+    graphs      of the model's steps, on a GPU; greedy chains of equal length are then graphs too
+
     The host waits for the device once per step for all chains, and once per level of a tree. With `stops_early` (CPU)
     it reads probabilities at every depth and saves passes of the head; elsewhere chains are cut afterwards, with the
     same result.
     """
 
-    def __init__(self, head: Eagle3Head, model: EngineModel, rows: PagedRows, make_batch: MakeBatch):
+    def __init__(
+        self, head: Eagle3Head, model: EngineModel, rows: PagedRows, make_batch: MakeBatch,
+        graphs: Graphs | None = None,
+    ):  # fmt: skip
         config = head.config
         check_head(config, model.spec.hidden_size, model.spec.vocab_size)
         self.config, self.boundaries, self.model, self._make_batch = config, config.boundaries, model, make_batch
@@ -167,6 +174,9 @@ class EagleDrafter:
         self.norm, self.head = norm(head.norm), vocabulary_head(head.lm_head.weight, self.format)
         self.angles = RotaryEmbedding(head.rotary(), self.attention.head_dim, model.dtype)
         self.stops_early = model.device.type == "cpu"
+        self.graphs: DraftGraphs | None = None
+        if graphs is not None:
+            self.graphs = DraftGraphs(self._drafted, graphs.capture, graphs.scratch[-1], graphs.max_num_seqs)
         # By sequence number: positions in the head's cache, and the layer's output [C] at the last of them.
         self._outs: dict[int, tuple[int, Tensor]] = {}
 
@@ -203,6 +213,10 @@ class EagleDrafter:
         """Draft depth by depth, without waiting for the device unless `stops_early`."""
         chains: list[_Depth] = []
         out_SC = torch.stack([self._outs[sequence.number][1] for sequence, _ in active])
+        if self.graphs is not None and self._uniform(active):
+            replayed = self._replayed(self.graphs, active, out_SC, bool(min_probability))
+            if replayed is not None:
+                return replayed
         probability_S = torch.ones(len(active), dtype=torch.float64, device=self.model.device)
         with span("DRAFT", self.model.device):
             for depth in range(max(count for _, count in active)):
@@ -226,6 +240,47 @@ class EagleDrafter:
                 sequences = [sequence for sequence, _ in active]
                 chains.append(_Depth(sequences, *self._sample(logits_SV, sequences), probability_S))
         return chains
+
+    def _uniform(self, active: list[tuple[Sequence, int]]) -> bool:
+        """Whether chains are greedy, of equal length and longer than a token, which takes no pass of the head."""
+        counts = {count for _, count in active}
+        return len(counts) == 1 and counts != {1} and all(s.request.params.greedy for s, _ in active)
+
+    def _replayed(
+        self, graphs: DraftGraphs, active: list[tuple[Sequence, int]], out_SC: Tensor, probabilities: bool
+    ) -> list[_Depth] | None:
+        """As `_chains`, from a graph; None where the head cannot be captured."""
+        sequences, count = [sequence for sequence, _ in active], active[0][1]
+        chunks = []
+        for sequence in sequences:
+            stop = sequence.computed + count - 1
+            chunks.append(Chunk(sequence.number, range(stop), stop - 1, stop, generating=True))
+        (view,) = self._make_batch(chunks).views
+        if not self.attention.capturable(view):
+            return None
+        with span("DRAFT", self.model.device):
+            token_ids_KS, probability_KS = graphs(out_SC, view, count, (probabilities, ops_choice()))
+        nothing: list[Tensor | None] = [None] * len(sequences)
+        rows = zip(token_ids_KS, probability_KS, strict=True)
+        return [_Depth(sequences, token_ids_S, nothing, probability_S) for token_ids_S, probability_S in rows]
+
+    def _drafted(self, chains: Chains, count: int, state: tuple[bool, str]) -> Tensor:
+        """Greedy chains from numbers on the device: token ids and, if the state says so, probabilities of their paths,
+        fp64 [2, K, S], which represents every token id exactly."""
+        probabilities, _ = state
+        out_SC, drafted = chains.out_SC, list[Tensor]()
+        token_ids_S = torch.empty(0, dtype=torch.int64, device=out_SC.device)
+        probability_S = torch.ones(len(out_SC), dtype=torch.float64, device=out_SC.device)
+        for depth in range(count):
+            if depth:
+                hidden_SC = self.norm(out_SC) if self.config.norm_output else out_SC
+                out_SC = self._layer(hidden_SC, token_ids_S, chains.batch(token_ids_S, depth))
+            logits_SV = self.head(self.norm(out_SC))
+            if probabilities:
+                probability_S = probability_S * logits_SV.float().softmax(-1).amax(-1)
+            token_ids_S = self.target_ids[likeliest(logits_SV)]
+            drafted.append(torch.stack((token_ids_S.double(), probability_S)))
+        return torch.stack(drafted, dim=1)
 
     @torch.inference_mode()
     def propose_tree(self, sequence: Sequence, tokens: int, depth: int) -> Draft | None:
