@@ -61,7 +61,7 @@ def test_argument_before_environment_before_support(op, monkeypatch):
     [
         ("far", "paged_attention: far cannot run here: it is far away"),
         ("fsat", "'fsat'"),
-        ("attention=fast", "MLAFORGE_OPS names 'attention', which is not an op; ops are attention_mass, "),
+        ("attention=fast", "MLAFORGE_OPS names 'attention', which is not an op; ops are absorb_and_store, "),
     ],
 )
 def test_rejects_unknown_and_unsupported_implementations(op, monkeypatch, choice, words):
@@ -136,7 +136,7 @@ def test_saved_inputs_are_restored_exactly(tmp_path):
         assert ours.equal(theirs) if isinstance(ours, torch.Tensor) else ours == theirs, field.name
     assert again[4] == 0.25
     out, lse = replay(path, "reference")
-    expected = paged.paged_attention(q, rows, rows[..., :6], view, 0.25, "reference")
+    expected = paged.paged_attention(q, rows, rows[..., :6], view, 0.25, implementation="reference")
     check("replay", (q,), (out, lse), expected)
 
 

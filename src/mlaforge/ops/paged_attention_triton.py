@@ -17,7 +17,6 @@ dtype than the queries (fp8) are cast per tile. Written after Flash-Decoding (Da
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlaforge.ops.attention_tiles import choose_splits, cut, tile_sizes
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import KIB, GpuProperties, gpu_properties
 from mlaforge.ops.work_list import MOST_PIECES, work_list
@@ -310,28 +310,11 @@ def supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor) -> Literal[True] | str
     return True
 
 
-def pieces(width: int) -> tuple[int, int]:
-    """Return powers of two (at least 16, a tensor core's depth) that cover the width: two if that wastes less."""
-    whole = max(16, triton.next_power_of_2(width))
-    half = max(16, whole // 2)
-    rest = max(16, triton.next_power_of_2(width - half)) if width > half else 0
-    return (half, rest) if 0 < rest < half else (whole, 0)
-
-
 def is_prefix(v_LGV: Tensor, k_LGD: Tensor) -> bool:
     """Whether the values are the first columns of the keys."""
     return (
         v_LGV.data_ptr() == k_LGD.data_ptr() and v_LGV.stride() == k_LGD.stride() and v_LGV.shape[2] <= k_LGD.shape[2]
     )
-
-
-@functools.lru_cache(maxsize=256)
-def cut(D: int, V: int, v_in_k: bool) -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """Return the pieces of keys and of values. A value that is a prefix of the key is cut alike, and the rest of the
-    key follows."""
-    if not v_in_k:
-        return (*pieces(D), 0), pieces(V)
-    return (*pieces(V), max(16, triton.next_power_of_2(D - V)) if D > V else 0), pieces(V)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,66 +400,6 @@ def make_launch(
         "NODES": 0 if tree_Tn is None else max(64, triton.next_power_of_2(tree_Tn.shape[1])),
     }  # fmt: skip
     return Launch(grid, arguments, {"num_warps": num_warps, "num_stages": num_stages}, most)
-
-
-# Shared memory that Triton needs besides the tiles, and bytes that CUDA reserves per block.
-OVERHEAD, RESERVED = 5 * KIB, KIB
-
-
-@functools.lru_cache(maxsize=4096)
-def tile_sizes(
-    rows: int, keys: int, values: int, v_in_k: bool, itemsize: int, gpu: GpuProperties
-) -> tuple[int, int, int, int] | None:
-    """Return BLOCK_M, BLOCK_N, warps and stages for `rows` query rows and padded widths; None if nothing fits.
-
-    Hopper's asynchronous tensor cores need at least 64 rows; more are used only for narrow rows, and fewer only if 64
-    do not fit into the GPU's shared memory. Fewer rows are limited by memory, so two programs should share a
-    multiprocessor. Every two stages after the first keep one more tile in flight: block numbers take every other stage,
-    because addresses depend on them. Tiles of 64 positions take fewer instructions and fewer reads of the queries from
-    shared memory per position than tiles of 32, also where they spill. Chosen from benchmarks/gpu_static.json; not
-    tuned on a GPU yet.
-    """
-    row_bytes = (keys if v_in_k else keys + values) * itemsize
-    # Two programs, and what CUDA reserves for them, share a multiprocessor's memory.
-    whole, half = gpu.shared_memory - OVERHEAD, (gpu.shared_memory + RESERVED) // 2 - RESERVED - OVERHEAD
-    if itemsize == 4:
-        # For parity only: exact products have no tensor core.
-        return (16, 16, 4, 2) if 16 * (keys * itemsize + row_bytes) <= whole else None
-    # Few classes, because each is compiled: decoding, and everything else.
-    BLOCK_M = 16 if rows <= 16 else 64
-    if rows >= 512 and max(keys, values) <= 128:
-        BLOCK_M = 128
-    while BLOCK_M >= 16:
-        warps = 8 if BLOCK_M == 128 or values > 256 or (BLOCK_M == 64 and values > 128) else 4
-        for budget in (half, whole) if BLOCK_M < 64 else (whole,):
-            for BLOCK_N in (64, 32):
-                for stages in (7, 5, 3):
-                    tiles = (stages - 1) // 2
-                    if asynchronous := BLOCK_M >= 64 and gpu.asynchronous:
-                        # The tile that the tensor cores still read.
-                        tiles += 1
-                    # Synchronous tensor cores take their left factor, the weights, from registers through shared
-                    # memory.
-                    weights = 0 if asynchronous else BLOCK_M * BLOCK_N * itemsize
-                    if BLOCK_M * keys * itemsize + tiles * BLOCK_N * row_bytes + weights <= budget:
-                        return BLOCK_M, BLOCK_N, warps, stages
-        BLOCK_M //= 2
-    return None
-
-
-@functools.lru_cache(maxsize=4096)
-def choose_splits(programs: int, most: int, room: int) -> int:
-    """Return the fewest splits, at most `most` and MOST_SPLITS, with at least 90 % of the best occupancy.
-
-    `room` programs run at a time, in waves; occupancy is how full the waves are.
-    """
-
-    def fill(splits: int) -> float:
-        return programs * splits / (triton.cdiv(programs * splits, room) * room)
-
-    candidates = range(1, max(1, min(most, MOST_SPLITS)) + 1)
-    best = max(map(fill, candidates))
-    return next(splits for splits in candidates if fill(splits) >= 0.9 * best)
 
 
 def attend(

@@ -220,15 +220,15 @@ def score_kernel(
 
 @triton.jit
 def _digit(
-    values, length, found, missing, ABOVE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK_L: tl.constexpr
+    values, length, prefix, missing, ABOVE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK_L: tl.constexpr
 ):  # fmt: skip
-    """Extend `found`, the bits from ABOVE on of the score at rank `missing`, by those from SHIFT on. Return it, the
+    """Extend `prefix`, the bits from ABOVE on of the score at rank `missing`, by those from SHIFT on. Return it, the
     rank among scores with the same bits, and how many they are."""
     histogram = tl.zeros([BINS], tl.int32)
     for start in range(0, length, BLOCK_L):
         t = start + tl.arange(0, BLOCK_L)
         bits = tl.load(values + t, mask=t < length, other=0.0).to(tl.int32, bitcast=True)
-        same = (t < length) & ((bits >> ABOVE) == found)
+        same = (t < length) & ((bits >> ABOVE) == prefix)
         histogram += tl.histogram((bits >> SHIFT) & (BINS - 1), BINS, mask=same)
     # Scores with this digit or a higher one.
     upward = tl.sum(histogram, 0) - tl.cumsum(histogram, 0) + histogram
@@ -236,7 +236,7 @@ def _digit(
     number = tl.arange(0, BINS)
     equal = tl.sum(tl.where(number == digit, histogram, 0), 0)
     missing -= tl.sum(tl.where(number > digit, histogram, 0), 0)
-    return (found << (ABOVE - SHIFT)) | digit, missing, equal
+    return (prefix << (ABOVE - SHIFT)) | digit, missing, equal
 
 
 @triton.jit(do_not_specialize=["table_row", "width", "most"], do_not_specialize_on_alignment=["table", "seq_lens"])
@@ -251,15 +251,15 @@ def select_kernel(
     length = tl.load(seq_lens + s)
     count = tl.minimum(tl.load(counts + s), length)
     values = scores + s * width
-    found, missing, equal = _digit(values, length, 0, count, 31, 20, 2048, BLOCK_L)
-    found, missing, equal = _digit(values, length, found, missing, 20, 9, 2048, BLOCK_L)
-    found, missing, equal = _digit(values, length, found, missing, 9, 0, 512, BLOCK_L)
+    prefix, missing, equal = _digit(values, length, 0, count, 31, 20, 2048, BLOCK_L)
+    prefix, missing, equal = _digit(values, length, prefix, missing, 20, 9, 2048, BLOCK_L)
+    prefix, missing, equal = _digit(values, length, prefix, missing, 9, 0, 512, BLOCK_L)
     skipped, taken = equal - missing, 0
     for start in range(0, length, BLOCK_L):
         t = start + tl.arange(0, BLOCK_L)
         bits = tl.load(values + t, mask=t < length, other=0.0).to(tl.int32, bitcast=True)
-        tied = ((t < length) & (bits == found)).to(tl.int32)
-        best = (t < length) & ((bits > found) | ((tied == 1) & (tl.cumsum(tied, 0) > skipped)))
+        tied = ((t < length) & (bits == prefix)).to(tl.int32)
+        best = (t < length) & ((bits > prefix) | ((tied == 1) & (tl.cumsum(tied, 0) > skipped)))
         skipped -= tl.sum(tied, 0)
         at = s * most + taken + tl.cumsum(best.to(tl.int32), 0) - 1
         tl.store(positions + at, t, mask=best)
