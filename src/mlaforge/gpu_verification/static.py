@@ -31,13 +31,16 @@ from mlaforge.runtime import log
 
 
 def source_hash(module: ModuleType) -> str:
-    """Return a hash of a module's kernels: their code without comments and docstrings."""
+    """Return a hash of a module's kernels, and of those modules whose functions they call: their code without comments
+    and docstrings."""
+    called = {sys.modules[function.fn.__module__] for function in vars(module).values() if hasattr(function, "fn")}
     kernels = []
-    for node in ast.parse(inspect.getsource(module)).body:
-        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(part) for part in node.decorator_list):
-            if ast.get_docstring(node) is not None:
-                node.body = node.body[1:]
-            kernels.append(ast.unparse(node))
+    for part in sorted({module, *called}, key=lambda part: part.__name__):
+        for node in ast.parse(inspect.getsource(part)).body:
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(x) for x in node.decorator_list):
+                if ast.get_docstring(node) is not None:
+                    node.body = node.body[1:]
+                kernels.append(ast.unparse(node))
     return hashlib.sha256("\n".join(kernels).encode()).hexdigest()[:16]
 
 

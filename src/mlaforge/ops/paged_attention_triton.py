@@ -25,6 +25,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlaforge.ops.attention_program_triton import (
+    columns,
+    distances,
+    finite,
+    program,
+    put_values,
+    sink_divisor,
+    slots_of,
+    softmax_end,
+    softmax_step,
+    span,
+    visible,
+)
 from mlaforge.ops.attention_tiles import choose_splits, cut, tile_sizes
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import KIB, GpuProperties, gpu_properties
@@ -35,68 +48,6 @@ SEARCHED = 256
 MOST_SPLITS = MOST_PIECES
 # Query tokens of a sequence up to which a step's rows are divided by a list: decoding, and verification of 8 drafts.
 LISTED_QUERIES = 9
-
-
-@triton.jit
-def _columns(rows, live, BEGIN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Load columns [BEGIN, BEGIN + SIZE) of rows given by their addresses; 0 in masked rows and from column WIDTH
-    on."""
-    d = BEGIN + tl.arange(0, SIZE)
-    mask = live[:, None]
-    if BEGIN + SIZE > WIDTH:
-        mask = mask & (d < WIDTH)[None, :]
-    return tl.load(rows[:, None] + d[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _put(rows, live, values, BEGIN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    d = BEGIN + tl.arange(0, SIZE)
-    mask = live[:, None] & (d < WIDTH)[None, :]
-    tl.store(rows[:, None] + d[None, :], values.to(rows.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _finite(x):
-    """Replace -inf by 0, so that -inf - _finite(-inf) is -inf instead of NaN."""
-    return tl.where(x == float("-inf"), 0.0, x)
-
-
-@triton.jit
-def _sink_divisor(lse, sink):
-    """Return what a learned sink divides the output by: the inverse of sigmoid(lse - sink)."""
-    return 1.0 + tl.exp(sink.to(tl.float32) - lse)
-
-
-@triton.jit
-def _locate(
-    tile, tiles, query_start, num_sequences, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEARCHED: tl.constexpr
-):  # fmt: skip
-    """Return the sequence of a tile of the grid, and the tile's number within the sequence.
-
-    tiles > 0: every sequence has this many tiles. tiles = 0: sequence s has as many as its rows can need, from tile
-    rows_before(s) // BLOCK_M + s on.
-    """
-    s = tile // tl.maximum(tiles, 1)
-    first = s * tiles
-    if tiles == 0:
-        s = tile * 0 - 1
-        for base in range(0, num_sequences, SEARCHED):
-            i = base + tl.arange(0, SEARCHED)
-            before = tl.load(query_start + i, mask=i < num_sequences, other=0) * GROUP // BLOCK_M + i
-            s += tl.sum(((before <= tile) & (i < num_sequences)).to(tl.int32))
-        first = tl.load(query_start + s) * GROUP // BLOCK_M + s
-    return s, tile - first
-
-
-@triton.jit
-def _share(lowest, highest, first, split, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the positions [start, end) that a split reads for tokens at positions `lowest` to `highest`."""
-    lo = first
-    if WINDOW > 0:
-        lo = tl.maximum(first, lowest - WINDOW + 1)
-    share = tl.cdiv(tl.cdiv(highest + 1 - lo, splits), BLOCK_N) * BLOCK_N
-    start = lo + split * share
-    return start, tl.minimum(start + share, highest + 1)
 
 
 # What a launch's lengths change is not specialized: each variant takes seconds to compile.
@@ -119,55 +70,36 @@ def attend_kernel(
     last `nodes` rows are a tree, `tree` [T, nodes] as in CacheView."""
     g = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1) * GROUP
-    if LISTED:
-        entry = work + tl.program_id(0) * 4
-        s, tile = tl.load(entry), tl.program_id(2)
-        if s < 0:
-            return
-        partial = tl.load(entry + 3).to(tl.int64)
-        final = partial < 0
-    else:
-        s, tile = _locate(tl.program_id(0), tiles, query_start, num_sequences, GROUP, BLOCK_M, SEARCHED)
-        final = tl.num_programs(2) == 1
+    s, tile, final = program(work, tiles, query_start, num_sequences, GROUP, BLOCK_M, SEARCHED, LISTED)
+    if s < 0:
+        return
     begin = tl.load(query_start + s)
     T = tl.load(query_start + s + 1) - begin
     if tile * BLOCK_M >= T * GROUP:
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = m < T * GROUP
-    n_row = (begin + m // GROUP).to(tl.int64)
-    h = g * GROUP + m % GROUP
+    real, token, h = m < T * GROUP, m // GROUP, g * GROUP + m % GROUP
+    n_row = (begin + token).to(tl.int64)
     length, first = tl.load(seq_lens + s), tl.load(firsts + s)
-    position = length - T + m // GROUP
-    earliest = tile * BLOCK_M // GROUP
-    latest = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, T - 1)
-    lowest, highest = length - T + earliest, length - T + latest
+    position, before = length - T + token, length - nodes
+    lowest = length - T + tile * BLOCK_M // GROUP
+    highest = length - T + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, T - 1)
     if NODES > 0:
         # Rows are in the order of the table, and nodes at the same depth have the same position.
-        before, node = length - nodes, tl.arange(0, NODES)
-        paths = tree + (m // GROUP)[:, None] * nodes
-        distance = tl.load(paths + node[None, :], mask=real[:, None] & (node < nodes)[None, :], other=-1)
-        position = before + tl.max(distance, 1)
+        node = tl.arange(0, NODES)
+        position = before + tl.max(distances(tree, token, real, node, node < nodes, nodes), 1)
         lowest, highest = before, length - 1
-    if LISTED:
-        start = first + tl.load(entry + 1)
-        end = tl.minimum(first + tl.load(entry + 2), highest + 1)
-        at = (partial * tiles + m // GROUP) * heads + h
-    else:
-        split, splits = tl.program_id(2), tl.num_programs(2)
-        start, end = _share(lowest, highest, first, split, splits, WINDOW, BLOCK_N)
-        at = (n_row * heads + h) * splits + split
+    start, end, at = span(work, tiles, lowest, highest, first, n_row, token, heads, h, WINDOW, BLOCK_N, LISTED)
     if (start >= end) & (not final):  # the merge does not read the values of an empty split
         tl.store(part_lse + at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
         return
     q_rows = q + n_row * (q_row * UNIT) + h * (q_head * UNIT)
-    q0 = _columns(q_rows, real, 0, D0, D)
+    q0 = columns(q_rows, real, 0, D0, D)
     if D1 > 0:
-        q1 = _columns(q_rows, real, D0, D1, V if V_IN_K else D)
+        q1 = columns(q_rows, real, D0, D1, V if V_IN_K else D)
     if D2 > 0:
-        q2 = _columns(q_rows, real, V, D2, D)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+        q2 = columns(q_rows, real, V, D2, D)
+    peak, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
     if V1 > 0:
         acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
@@ -175,68 +107,45 @@ def attend_kernel(
     for n in range(start, end, BLOCK_N):
         p = n + tl.arange(0, BLOCK_N)
         live = p < end
-        block = tl.load(blocks + (p - first) // BLOCK_SIZE, mask=live, other=0)
-        slot = block.to(tl.int64) * BLOCK_SIZE + (p - first) % BLOCK_SIZE
+        slot = slots_of(blocks, p - first, live, BLOCK_SIZE)
         k_rows = k + slot * (k_slot * UNIT) + g * (k_head * UNIT)
-        k0 = _columns(k_rows, live, 0, D0, V if V_IN_K else D).to(q.dtype.element_ty)
+        k0 = columns(k_rows, live, 0, D0, V if V_IN_K else D).to(q.dtype.element_ty)
         scores = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         if D1 > 0:
-            k1 = _columns(k_rows, live, D0, D1, V if V_IN_K else D).to(q.dtype.element_ty)
+            k1 = columns(k_rows, live, D0, D1, V if V_IN_K else D).to(q.dtype.element_ty)
             scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
         if D2 > 0:
-            k2 = _columns(k_rows, live, V, D2, D).to(q.dtype.element_ty)
+            k2 = columns(k_rows, live, V, D2, D).to(q.dtype.element_ty)
             scores = tl.dot(q2, tl.trans(k2), scores, input_precision=PRECISION)
-        # Masked positions are beyond every query's: only the last split's last tile is partial.
-        visible = p[None, :] <= position[:, None]
-        if WINDOW > 0:
-            visible = visible & (p[None, :] > position[:, None] - WINDOW)
-        if NODES > 0:  # noqa: SIM102 (known when it is compiled)
-            if n + BLOCK_N > before:
-                inside = (p >= before) & live
-                distance = tl.load(paths + (p - before)[None, :], mask=real[:, None] & inside[None, :], other=-1)
-                seen = distance >= 0
-                if WINDOW > 0:
-                    seen = seen & (distance < WINDOW)
-                visible = tl.where(inside[None, :], seen, visible)
-        scores = tl.where(visible, scores * scale_log2, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - _finite(higher)[:, None])
-        fade = tl.exp2(peak - _finite(higher))
-        total = total * fade + tl.sum(weights, 1)
-        peak = higher
+        seen = visible(p, live, position, tree, token, real, before, nodes, WINDOW, NODES)
+        scores = tl.where(seen, scores * scale_log2, float("-inf"))
+        weights, fade, peak, total = softmax_step(scores, peak, total)
         weights = weights.to(q.dtype.element_ty)
         if V_IN_K:
             v0 = k0
         else:
             v_rows = v + slot * (v_slot * UNIT) + g * (v_head * UNIT)
-            v0 = _columns(v_rows, live, 0, V0, V).to(q.dtype.element_ty)
+            v0 = columns(v_rows, live, 0, V0, V).to(q.dtype.element_ty)
         acc0 = tl.dot(weights, v0, acc0 * fade[:, None], input_precision=PRECISION)
         if V1 > 0:
             if V_IN_K:
                 v1 = k1
             else:
-                v1 = _columns(v_rows, live, V0, V1, V).to(q.dtype.element_ty)
+                v1 = columns(v_rows, live, V0, V1, V).to(q.dtype.element_ty)
             acc1 = tl.dot(weights, v1, acc1 * fade[:, None], input_precision=PRECISION)
-    total = tl.where(total > 0, total, 1.0)  # rows that see nothing: peak is -inf, acc is 0
-    row_lse = (peak + tl.log2(total)) * 0.6931471805599453
-    divisor = total
-    if SINKS:  # noqa: SIM102 (known when it is compiled)
-        if final:
-            divisor = total * _sink_divisor(row_lse, tl.load(sinks + h, mask=real, other=0.0))
+    row_lse, divisor = softmax_end(peak, total, sinks, h, real, final, SINKS)
     acc0 = acc0 / divisor[:, None]
     if V1 > 0:
         acc1 = acc1 / divisor[:, None]
+    else:
+        acc1 = acc0
     if final:
         at = n_row * heads + h
         tl.store(lse + at, row_lse, mask=real)
-        _put(out + at * V, real, acc0, 0, V0, V)
-        if V1 > 0:
-            _put(out + at * V, real, acc1, V0, V1, V)
+        put_values(out, at, real, acc0, acc1, V, V0, V1)
     else:
         tl.store(part_lse + at, row_lse, mask=real)
-        _put(parts + at * V, real, acc0, 0, V0, V)
-        if V1 > 0:
-            _put(parts + at * V, real, acc1, V0, V1, V)
+        put_values(parts, at, real, acc0, acc1, V, V0, V1)
 
 
 @triton.jit(do_not_specialize=["splits", "queries"], do_not_specialize_on_alignment=["query_start", "by_sequence"])
@@ -262,7 +171,7 @@ def merge_kernel(
     i = tl.arange(0, MOST)
     every_lse = tl.load(part_lse + first + i * step, mask=i < splits, other=float("-inf"))
     peak = tl.max(every_lse, 0)
-    total = tl.sum(tl.exp(every_lse - _finite(peak)), 0)
+    total = tl.sum(tl.exp(every_lse - finite(peak)), 0)
     acc = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
@@ -271,13 +180,13 @@ def merge_kernel(
         # The values of an empty split are uninitialised.
         live = (one_lse > float("-inf"))[:, None] & (d < V)[None, :]
         part = tl.load(parts + at[:, None] * V + d[None, :], mask=live, other=0.0)
-        acc += tl.sum(part * tl.exp(one_lse - _finite(peak))[:, None], 0)
+        acc += tl.sum(part * tl.exp(one_lse - finite(peak))[:, None], 0)
     total = tl.where(total > 0, total, 1.0)
     row_lse = peak + tl.log(total)
     if tl.program_id(1) == 0:
         tl.store(lse + row, row_lse)
     if SINKS:
-        total *= _sink_divisor(row_lse, tl.load(sinks + row % H))
+        total *= sink_divisor(row_lse, tl.load(sinks + row % H))
     tl.store(out + row * V + d, (acc / total).to(out.dtype.element_ty), mask=d < V)
 
 
