@@ -24,18 +24,21 @@ import torch
 
 from mlaforge.bench import machine
 from mlaforge.bench.config import BenchConfig
-from mlaforge.bench.layer_operations import Run, operations
+from mlaforge.bench.layer_operations import Run, experts_inputs, operations
 from mlaforge.bench.roof import describe, roof
 from mlaforge.config import DTYPES, nearest
+from mlaforge.families.spec import MoeSpec
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import TOLERANCES, check
+from mlaforge.ops.mxfp4_experts import OP as EXPERTS
 from mlaforge.ops.paged_attention import OP, reference
-from mlaforge.planning.costs import Cost, Gpu
+from mlaforge.planning.costs import Cost, Gpu, experts_touched
 from mlaforge.rendering.table import markdown_table
 from mlaforge.runtime import UserError, log, resolve_device
 
-# `layer`: the small operations of a layer (layer_operations.py), on so many tokens; scaled down for a CPU.
-OPERATIONS = ("paged_attention", "layer")
+# `layer`: the small operations of a layer (layer_operations.py), on so many tokens; scaled down for a CPU. `experts`: a
+# mixture of MXFP4 experts.
+OPERATIONS = ("paged_attention", "layer", "experts")
 TOKENS, CPU_TOKENS, SMALL_TOKENS = (1, 8, 64, 2048), (1, 8), (3,)
 
 
@@ -197,10 +200,15 @@ def run(config: BenchConfig, folder: Path, scope: str | None = None) -> dict[str
     if gpu is None:
         raise UserError("the roofline of this machine is unknown; name the most similar machine with --roof")
     header, rows = machine.header("kernels", device), list[dict[str, Any]]()
-    if config.op == "layer":
+    if config.op != "paged_attention":
         for N in SMALL_TOKENS if scope == "small" else CPU_TOKENS if device.type == "cpu" else TOKENS:
-            for name, (minimum, run_operation) in operations(N, dtype, device, scope == "small").items():
-                rows.append(measure_operation(name, N, minimum, run_operation, config.implementation, device, gpu))
+            measured = operations(N, dtype, device, scope == "small")
+            if config.op == "experts":
+                measured = experts_operation(N, dtype, device, scope == "small")
+            for name, (minimum, run_operation) in measured.items():
+                rows.append(
+                    measure_operation(name, N, minimum, run_operation, config.implementation, device, gpu, config.op)
+                )
                 log(f"{name}, {N} tokens: {rows[-1]['us']:.1f} us")
         machine.write(folder / "kernels.json", {**header, "roof": describe(gpu), "rows": rows})
         return {**header, "roof": describe(gpu), "rows": rows}
@@ -236,15 +244,33 @@ def measure(
     }  # fmt: skip
 
 
+def experts_operation(N: int, dtype: torch.dtype, device: torch.device, small: bool) -> dict[str, tuple[int, Run]]:
+    """A mixture of MXFP4 experts on N tokens, with 20B's sizes: the least bytes that it reads, and what runs it."""
+    sizes = (8, 2, 64, 96) if small else (32, 4, 2880, 2880)
+    inputs = experts_inputs(N, sizes, dtype, device)
+    E, K, C, I = sizes  # noqa: E741
+    # A 4-bit code, and an 8-bit scale per 32 codes.
+    weights = experts_touched(MoeSpec(E, K), N) * 3 * C * I * 4.25 / 8
+    least = int(weights + 2 * N * C * dtype.itemsize)
+    return {"experts": (least, lambda name: list(EXPERTS(*inputs, implementation=name)))}
+
+
 def measure_operation(
-    name: str, N: int, minimum: int, run: Run, implementation: str | None, device: torch.device, gpu: Gpu
-) -> dict[str, Any]:
-    """Check and time a small operation on N tokens, including copies of what it writes over."""
+    name: str, N: int, minimum: int, run: Run, implementation: str | None, device: torch.device, gpu: Gpu,
+    op: str = "layer",
+) -> dict[str, Any]:  # fmt: skip
+    """Check and time an operation on N tokens, including copies of what it writes over."""
     expected = run("reference")
-    check(name, (), run(implementation), expected, TOLERANCES[expected[-1].dtype])
+    check(
+        name,
+        (),
+        run(implementation),
+        expected,
+        EXPERTS.tolerance if op == "experts" else TOLERANCES[expected[-1].dtype],
+    )
     taken = seconds(functools.partial(run, implementation), device.type)
     return {
-        "op": "layer", "layout": name, "sequences": N, "tokens": 0, "queries": 1, "by": implementation or "dispatched",
+        "op": op, "layout": name, "sequences": N, "tokens": 0, "queries": 1, "by": implementation or "dispatched",
         "us": taken * 1e6, "gbs": minimum / taken / 1e9, "tflops": 0.0,
         "of_the_roof": gpu.seconds(Cost(0.0, float(minimum))) / taken, "limit": "memory",
     }  # fmt: skip

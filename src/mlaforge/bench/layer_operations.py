@@ -13,6 +13,7 @@ from torch import Tensor
 from mlaforge.ops.absorbed_latents import ABSORB_AND_STORE, UP_PROJECT_VALUES, AbsorbedWeights
 from mlaforge.ops.dispatch import prefers_triton
 from mlaforge.ops.elementwise import ADD_RMS_NORM, SILU_MUL
+from mlaforge.ops.mxfp4 import BIAS
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.rope_and_store import OP as ROPE_AND_STORE
 from mlaforge.ops.row_formats.plain import Plain
@@ -83,3 +84,21 @@ def operations(N: int, dtype: torch.dtype, device: torch.device, small: bool = F
         ),
         "routing": (logits.numel() * item + 16 * N * K, route),
     }  # fmt: skip
+
+
+def experts_inputs(
+    tokens: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Any, ...]:
+    """Random inputs of mxfp4_experts. sizes: E experts, K experts per token, hidden size C, intermediate size I."""
+    E, K, C, I = sizes  # noqa: E741
+
+    def packed(outputs: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        blocks = torch.randint(0, 256, (E, outputs, width // 32, 16), dtype=torch.uint8, device=device)
+        low = BIAS - 2 - width.bit_length() // 2
+        scales = torch.randint(low, low + 2, blocks.shape[:-1], dtype=torch.uint8, device=device)
+        return blocks, scales, torch.randn(E, outputs, device=device).to(dtype)
+
+    x = torch.randn(tokens, C, device=device).to(dtype)
+    best, chosen = torch.randn(tokens, E, device=device).topk(K)
+    weights = best.softmax(-1).to(dtype)
+    return x, chosen, weights, *packed(2 * I, C), *packed(C, I), 1.702, 7.0

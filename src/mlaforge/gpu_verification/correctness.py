@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from mlaforge.bench.kernels import Layout, split
-from mlaforge.bench.layer_operations import operations
+from mlaforge.bench.layer_operations import experts_inputs, operations
 from mlaforge.engine.speculation.drafter import ancestry
 from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, WrongResult
 from mlaforge.gpu_verification.context import Context
 from mlaforge.ops import mxfp4_experts_triton, paged_attention, paged_attention_triton, token_selection
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import save
-from mlaforge.ops.mxfp4 import BIAS, unpack
+from mlaforge.ops.mxfp4 import unpack
 
 UNIT = "relative error"
 # Relative errors due to rounding, by the dtype of queries, to which softmax weights and outputs are rounded.
@@ -271,25 +271,10 @@ def operation(context: Context, name: str, tokens: int) -> Outcome:
     return Outcome(difference(context, functools.partial(run, "triton"), references, ()))
 
 
-def experts_inputs(context: Context, tokens: int, sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
-    """Inputs of mxfp4_experts. sizes: E experts, K experts per token, hidden size C, intermediate size I."""
-    (E, K, C, I), device = sizes, context.device  # noqa: E741
-
-    def packed(outputs: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        blocks = torch.randint(0, 256, (E, outputs, width // 32, 16), dtype=torch.uint8, device=device)
-        low = BIAS - 2 - width.bit_length() // 2
-        scales = torch.randint(low, low + 2, blocks.shape[:-1], dtype=torch.uint8, device=device)
-        return blocks, scales, torch.randn(E, outputs, device=device).to(context.dtype)
-
-    x = torch.randn(tokens, C, device=device).to(context.dtype)
-    best, chosen = torch.randn(tokens, E, device=device).topk(K)
-    weights = best.softmax(-1).to(context.dtype)
-    return x, chosen, weights, *packed(2 * I, C), *packed(C, I), 1.702, 7.0
-
-
 def experts(context: Context, tokens: int) -> Outcome:
     """Error of the expert mixture at 20B's sizes."""
-    arguments = experts_inputs(context, tokens, (8, 2, 64, 96) if context.twin else (32, 4, 2880, 2880))
+    sizes = (8, 2, 64, 96) if context.twin else (32, 4, 2880, 2880)
+    arguments = experts_inputs(tokens, sizes, context.dtype, context.device)
     x, chosen, weights, *packed, alpha, limit = arguments
     reference = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for expert in chosen.unique().tolist():

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from mlaforge.bench.layer_operations import experts_inputs
 from mlaforge.gpu_verification.case import Case, Outcome, Prediction
 from mlaforge.gpu_verification.context import Context
-from mlaforge.gpu_verification.correctness import experts_inputs
 from mlaforge.gpu_verification.predictions import PARTS, ROUTE_US, experts_cost, experts_time
 from mlaforge.ops import mxfp4_experts_triton as experts
 from mlaforge.planning.costs import Cost
@@ -59,7 +59,9 @@ def cost(context: Context, part: str, tokens: int) -> Cost:
 def measure(context: Context, part: str, tokens: int) -> Outcome:
     """Time of one part, replayed from a graph. An eighth of a layer's 32 experts has 13 MB of weights: only from a few
     tokens on does the mixture exceed the chip's cache, so a share above 1 is possible at one token."""
-    arguments = context.shared(f"experts {tokens}", lambda: experts_inputs(context, tokens, sizes(context)))
+    arguments = context.shared(
+        f"experts {tokens}", lambda: experts_inputs(tokens, sizes(context), context.dtype, context.device)
+    )
     x, chosen, weights, *packed, alpha, limit = arguments
     (N, K), (E, C) = chosen.shape, packed[5].shape
     order, offsets = experts.route(chosen, E)
