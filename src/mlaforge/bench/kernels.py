@@ -202,10 +202,8 @@ def run(config: BenchConfig, folder: Path, scope: str | None = None) -> dict[str
     header, rows = machine.header("kernels", device), list[dict[str, Any]]()
     if config.op != "paged_attention":
         for N in SMALL_TOKENS if scope == "small" else CPU_TOKENS if device.type == "cpu" else TOKENS:
-            measured = operations(N, dtype, device, scope == "small")
-            if config.op == "experts":
-                measured = experts_operation(N, dtype, device, scope == "small")
-            for name, (minimum, run_operation) in measured.items():
+            make = experts_operation if config.op == "experts" else operations
+            for name, (minimum, run_operation) in make(N, dtype, device, scope == "small").items():
                 rows.append(
                     measure_operation(name, N, minimum, run_operation, config.implementation, device, gpu, config.op)
                 )
