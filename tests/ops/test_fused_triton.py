@@ -10,7 +10,9 @@ from mlaforge.ops.absorbed_latents import ABSORB_AND_STORE, UP_PROJECT_VALUES, A
 from mlaforge.ops.elementwise import ADD_RMS_NORM, SILU_MUL
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.rope_and_store import OP as ROPE_AND_STORE
+from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.row_formats.plain import Plain
+from mlaforge.ops.unpacked_rows import OP as UNPACK_ROWS
 from support.paged_steps import DEVICE, needs_triton
 
 pytestmark = [pytest.mark.gpu, needs_triton, pytest.mark.usefixtures("fresh_memory_is_nan")]
@@ -174,3 +176,21 @@ def test_mixture_of_logits(tokens, monkeypatch):
     best, chosen = logits.topk(2)
     (expected,) = OP(hidden, chosen, best.softmax(-1), *module.packed, implementation="reference")
     torch.testing.assert_close(actual, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "rope_dim"),
+    [((192, 192, 192, 128, 96, 64, 32, 32, 8), 0), ((64, 64, 40, 24, 16, 8, 8), 8), ((40, 40, 32), 0),
+     ((*([96] * 8), 64, 32, 16), 16)],
+)  # fmt: skip
+def test_coded_rows_are_unpacked_exactly(counts, rope_dim):
+    """Every plane, runs that do not fill words, repeated units; rotary keys to the last bit of bf16, which Triton's
+    interpreter truncates."""
+    format = Coded(counts, rope_dim)
+    x = random(7, format.width) * torch.linspace(5, 0, format.width, device=DEVICE).exp()
+    rows, units = format.code.pack(x), torch.tensor([3, 1, 6, 0, 0], device=DEVICE)
+    actual, expected = (UNPACK_ROWS(rows, format, units, implementation=name) for name in ("triton", "reference"))
+    assert (
+        torch.equal(actual[:, : counts[0]], expected[:, : counts[0]]) and expected[:, : counts[0]].unique().numel() > 4
+    )
+    torch.testing.assert_close(actual[:, counts[0] :], expected[:, counts[0] :], atol=0, rtol=2**-7)

@@ -19,10 +19,12 @@ from mlaforge.ops import mxfp4_experts_triton as experts
 from mlaforge.ops import paged_attention_triton as attention
 from mlaforge.ops import rope_and_store_triton as rope
 from mlaforge.ops import token_selection_triton as selection
+from mlaforge.ops import unpacked_rows_triton as coded
 from mlaforge.ops.absorbed_latents import AbsorbedWeights
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import TokenIndex
 
@@ -205,6 +207,13 @@ def absorbed(part: str, N: int, gpu: GpuProperties) -> KernelLaunch:
     return KernelLaunch(latents.up_project_kernel, arguments, {"num_warps": 4})
 
 
+def unpack(counts: tuple[int, ...], rope_dim: int, gpu: GpuProperties) -> KernelLaunch:
+    """Unpacking of coded rows."""
+    format, units = Coded(counts, rope_dim), torch.empty(1, dtype=torch.int64)
+    rows = torch.empty(1, format.unit_bytes, dtype=torch.uint8)
+    return KernelLaunch(coded.unpack_kernel, coded.make_launch(rows, format, units)[1], {"num_warps": 4})
+
+
 def routing(shape: str, N: int, gpu: GpuProperties) -> KernelLaunch:
     """Routing of N tokens with a shape of EXPERTS."""
     E, K, *_ = EXPERTS[shape]
@@ -235,6 +244,8 @@ def _launches() -> dict[str, Callable[[GpuProperties], KernelLaunch]]:
         "rope and store, norms": functools.partial(rope_and_store, 28, 4, 128, True, bf16),
         "routing 20b": functools.partial(routing, "20b", 8), "routing 120b": functools.partial(routing, "120b", 64),
     }  # fmt: skip
+    table["unpack coded rows"] = functools.partial(unpack, (512, 512, 512, 448, 256, 128, 64, 32), 0)
+    table["unpack coded rows, rotary"] = functools.partial(unpack, (448, 448, 320, 192, 64), 64)
     for tokens in (1, 64):
         table[f"absorb 512-64, {tokens} tokens"] = functools.partial(absorbed, "absorb", tokens)
         table[f"up-project 512, {tokens} tokens"] = functools.partial(absorbed, "up-project", tokens)

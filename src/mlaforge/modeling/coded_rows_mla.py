@@ -117,6 +117,18 @@ def _from_words(stored: Tensor, part: Segment) -> Tensor:
     return _byte_order(fours_WM4).flatten(-3)[..., : part.coordinates]
 
 
+def word_fields(part: Segment) -> tuple[Tensor, Tensor]:
+    """Return of each coordinate of a segment the byte of the segment that holds its field, and the field's first bit
+    there: int32 [count]."""
+    if part.bits == 8:
+        return torch.arange(part.coordinates, dtype=torch.int32), torch.zeros(part.coordinates, dtype=torch.int32)
+    words, shifts = -(-part.coordinates * part.bits // 32), _shifts(part, torch.device("cpu"))
+    bytes_W14 = torch.arange(4 * words, dtype=torch.int32).view(words, 1, 4)
+    whole = torch.zeros(words, len(shifts), 4, dtype=torch.int32)
+    byte, bit = (_byte_order(of + whole).flatten()[: part.coordinates] for of in (bytes_W14, shifts))
+    return byte, bit
+
+
 def _byte_order(fours_WM4: Tensor) -> Tensor:
     """Order four consecutive coordinates as the bytes 0, 2, 1, 3 of a word hold them, and back. Views only: a list of
     indices would have to wait for the device."""

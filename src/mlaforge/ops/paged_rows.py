@@ -21,6 +21,7 @@ from mlaforge.ops.row_formats.format import RowFormat
 from mlaforge.ops.row_formats.int8 import Int8
 from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import KEY_TILE, empty_keys, keys_at
+from mlaforge.ops.unpacked_rows import OP as UNPACK_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ class PagedRows:
         if view.positions_SK is not None:
             # Blocks of a selection have one row.
             table_SK = view.block_table_SB
-            rows = self.format.read(self.packed, table_SK.flatten().long()).to(self.dtype)
+            rows = UNPACK_ROWS(self.packed, self.format, table_SK.flatten().long()).to(self.dtype)
             row_ids = torch.arange(table_SK.numel(), dtype=torch.int32, device=table_SK.device)
             return rows, dataclasses.replace(view, block_table_SB=row_ids.view_as(table_SK))
         blocks_B, gathered = host_view(view).gathered
@@ -110,7 +111,8 @@ class PagedRows:
     def read_blocks(self, blocks_B: Tensor, size: int) -> Tensor:
         """Return the rows of blocks of `size` slots, [B size, W] in the model's dtype."""
         if self.unquantized is None:
-            return self.format.read(self.packed, self.units(blocks_B, size)).to(self.dtype)
+            rows: Tensor = UNPACK_ROWS(self.packed, self.format, self.units(blocks_B, size))
+            return rows.to(self.dtype)
         mask_B = blocks_B * size >= self.slots
         rows = torch.empty(len(blocks_B), size, self.format.width, dtype=torch.bfloat16, device=blocks_B.device)
         rows[mask_B] = self.unquantized_rows(blocks_B[mask_B], size).view(-1, *rows.shape[1:])
