@@ -16,5 +16,6 @@ def reference(rows_UB: Tensor, format: RowFormat, units_N: Tensor) -> Tensor:
     return format.read(rows_UB, units_N)
 
 
-OP = Op("unpack_rows", reference)
+# Codes beyond 256 and rotary keys are rounded to bf16, which Triton's interpreter truncates to.
+OP = Op("unpack_rows", reference, tolerance=(1e-6, 1e-2))
 OP.register_triton("unpacked_rows_triton", "unpack_rows")

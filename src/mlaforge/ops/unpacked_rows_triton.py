@@ -22,6 +22,7 @@ from mlaforge.modeling.coded_layout_mla import PLANES, CodedLayout
 from mlaforge.modeling.coded_rows_mla import CodedRows, word_fields
 from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.row_formats.format import RowFormat
+from mlaforge.runtime import uploaded
 
 
 @triton.jit
@@ -62,7 +63,8 @@ def field_table(counts: tuple[int, ...], rope_dim: int, device: torch.device) ->
         columns = table[PLANES.index(part.bits), :, part.first : part.first + part.coordinates]
         columns[0], columns[1] = byte + part.offset, bit
         columns[2], columns[3] = (1 << part.bits) - 1, part.shift
-    return table.to(device), CodedRows(counts, rope_dim).halves(torch.device("cpu")).to(device)
+    halves = CodedRows(counts, rope_dim).halves(torch.device("cpu"))
+    return uploaded(table, device), uploaded(halves, device)
 
 
 def supports(rows_UB: Tensor, format: RowFormat, units_N: Tensor) -> Literal[True] | str:

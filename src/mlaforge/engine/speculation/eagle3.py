@@ -176,7 +176,9 @@ class EagleDrafter:
         self.stops_early = model.device.type == "cpu"
         self.graphs: DraftGraphs | None = None
         if graphs is not None:
-            self.graphs = DraftGraphs(self._drafted, graphs.capture, graphs.scratch[-1], graphs.max_num_seqs)
+            self.graphs = DraftGraphs(
+                self._drafted, lambda run: graphs.capture(run), graphs.scratch[-1], graphs.max_num_seqs
+            )  # fmt: skip
         # By sequence number: positions in the head's cache, and the layer's output [C] at the last of them.
         self._outs: dict[int, tuple[int, Tensor]] = {}
 
