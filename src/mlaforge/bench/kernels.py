@@ -259,13 +259,8 @@ def measure_operation(
 ) -> dict[str, Any]:  # fmt: skip
     """Check and time an operation on N tokens, including copies of what it writes over."""
     expected = run("reference")
-    check(
-        name,
-        (),
-        run(implementation),
-        expected,
-        EXPERTS.tolerance if op == "experts" else TOLERANCES[expected[-1].dtype],
-    )
+    tolerance = EXPERTS.tolerance if op == "experts" else TOLERANCES[expected[-1].dtype]
+    check(name, (), run(implementation), expected, tolerance)
     taken = seconds(functools.partial(run, implementation), device.type)
     return {
         "op": op, "layout": name, "sequences": N, "tokens": 0, "queries": 1, "by": implementation or "dispatched",

@@ -1,5 +1,5 @@
 """The small operations of a layer, which memory and launches limit: norm, gate, rotation and the write to the cache,
-both ends of the absorbed form, and the routing of experts.
+both ends of the absorbed form, the routing of experts, and the unpacking of coded rows.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from torch import Tensor
 from mlaforge.ops.absorbed_latents import ABSORB_AND_STORE, UP_PROJECT_VALUES, AbsorbedWeights
 from mlaforge.ops.dispatch import prefers_triton
 from mlaforge.ops.elementwise import ADD_RMS_NORM, SILU_MUL
+from mlaforge.ops.expert_routing import route as experts_by_token
 from mlaforge.ops.mxfp4 import BIAS
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.rope_and_store import OP as ROPE_AND_STORE
+from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.row_formats.plain import Plain
+from mlaforge.ops.unpacked_rows import OP as UNPACK_ROWS
 
 # Query heads, KV heads, head_dim, hidden size, intermediate size, latent rank, rotary elements, experts, per token.
 SIZES, SMALL_SIZES = (64, 8, 64, 2880, 14336, 512, 64, 32, 4), (4, 2, 16, 96, 128, 64, 8, 6, 2)
@@ -41,6 +44,9 @@ def operations(N: int, dtype: torch.dtype, device: torch.device, small: bool = F
     weights = AbsorbedWeights(w_uk, w_uv, random(G, D), random(G, D), random(H), pairs)
     latents, lse = random(N, H, R), torch.randn(N, H, device=device)
     logits, item = random(N, experts), dtype.itemsize
+    # Four bits on average.
+    code = Coded((R,) * 3 + (R // 2,) * 2 + (R // 4,))
+    coded = torch.randint(0, 256, (N, code.unit_bytes), dtype=torch.uint8, device=device)
 
     def empty_rows(width: int) -> PagedRows:
         rows = PagedRows.empty(Plain(width, str(dtype).removeprefix("torch.")), N, dtype, device)
@@ -59,12 +65,12 @@ def operations(N: int, dtype: torch.dtype, device: torch.device, small: bool = F
         return [queries, shift, rows.packed]
 
     def route(implementation: str | None) -> list[Tensor]:
-        from mlaforge.ops import mxfp4_experts_triton as mixture
-
         if implementation == "triton" or (implementation is None and prefers_triton(device)):
-            return [*mixture.route_logits(logits, K)]
+            from mlaforge.ops import mxfp4_experts_triton
+
+            return [*mxfp4_experts_triton.route_logits(logits, K)]
         best, chosen = logits.topk(K)
-        return [*mixture.route(chosen, experts), best.softmax(-1)]
+        return [*experts_by_token(chosen, experts), best.softmax(-1)]
 
     def op(op: Any, *inputs: Any) -> Run:
         def run(implementation: str | None) -> list[Tensor]:
@@ -83,6 +89,7 @@ def operations(N: int, dtype: torch.dtype, device: torch.device, small: bool = F
             weight_bytes + (latents.numel() + N * H * D) * item, op(UP_PROJECT_VALUES, latents, lse, lse, weights)
         ),
         "routing": (logits.numel() * item + 16 * N * K, route),
+        "unpack coded rows": (coded.numel() + 2 * N * R, op(UNPACK_ROWS, coded, code, slots)),
     }  # fmt: skip
 
 

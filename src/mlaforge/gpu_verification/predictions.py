@@ -29,8 +29,8 @@ from mlaforge.rendering.table import markdown_table
 # Loads that depend on each other before the first product: lengths or offsets, a block or pair number, a row; a merge
 # reads lse, then values, from L2.
 FIRST_LOADS, MERGE_LOADS = 3 * MEMORY_LATENCY, 2 * L2_LATENCY
-# Instructions of a program of the merge that has nothing to merge.
-ENDED = 60
+# Instructions of a program of the merge that has nothing to merge: those before the first exit of its binary (sm_90).
+ENDED = 67
 # Microseconds of the experts' routing, half a dozen small kernels of torch: not modelled.
 ROUTE_US = 25.0
 # Bytes of a packed weight: a 4-bit code, and an 8-bit scale per 32 codes.

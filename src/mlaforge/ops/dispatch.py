@@ -210,8 +210,8 @@ def triton_device(device: torch.device) -> Literal[True] | str:
 
 def prefers_triton(device: torch.device) -> bool:
     """Whether layers on a device are composed of the ops that Triton's kernels compute: on GPUs, and where
-    $MLAFORGE_OPS says so. Compiled CPU kernels compute larger parts of a layer."""
-    return device.type == "cuda" or "triton" in runtime.ops_choice()
+    $MLAFORGE_OPS names `triton` for every op. Compiled CPU kernels compute larger parts of a layer."""
+    return device.type == "cuda" or "triton" in map(str.strip, runtime.ops_choice().split(","))
 
 
 def _call_kernel(name: str, *inputs: Any) -> Any:

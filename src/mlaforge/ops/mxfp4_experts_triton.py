@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlaforge.ops.expert_routing import route
 from mlaforge.ops.gpu_properties import GpuProperties, gpu_properties
 from mlaforge.ops.mxfp4 import BLOCK
 
@@ -318,14 +319,6 @@ def route_launch(logits_NE: Tensor, top_k: int) -> tuple[dict[str, Any], dict[st
         "BLOCK_N": few if few >= N else ROUTED // BLOCK_E, "BLOCK_E": BLOCK_E,
     }  # fmt: skip
     return arguments, {"num_warps": 4 if few >= N else 16}
-
-
-def route(topk_ids_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return (token, expert) pairs sorted by expert, int64 [P], and the offsets of the experts' pairs, int32 [E +
-    1]."""
-    sorted_P, order_P = topk_ids_NK.flatten().sort(stable=True)
-    experts = torch.arange(num_experts + 1, device=topk_ids_NK.device)
-    return order_P, torch.searchsorted(sorted_P, experts, out_int32=True)
 
 
 def product(

@@ -55,7 +55,7 @@ class Bucket:
         if len(queries) > max_sequences or max(queries) > QUERIES[-1]:
             return None
         longest = max(MIN_LENGTH, 1 << (batch.views[0].max_seq_len - 1).bit_length())
-        columns = tuple(_columns(view, longest) for view in batch.views)
+        columns = tuple(columns_of(view, longest) for view in batch.views)
         most = next(count for count in QUERIES if count >= max(queries))
         return cls(bucket_of(len(queries), max_sequences), most, longest, columns, prompts[0])
 
@@ -68,7 +68,7 @@ class Bucket:
         return on_device(rows, torch.int64, batch.token_ids_N.device)
 
 
-def _columns(view: CacheView, longest: int) -> int:
+def columns_of(view: CacheView, longest: int) -> int:
     """Columns that a table of `longest` tokens takes, with a window no more than the window can keep; never fewer than
     the view has."""
     if view.window is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.execution.batch import Batch
-from mlaforge.engine.execution.bucket import MIN_LENGTH, bucket_of
+from mlaforge.engine.execution.bucket import MIN_LENGTH, bucket_of, columns_of
 from mlaforge.engine.execution.graphs import Capture
 from mlaforge.ops.cache_view import CacheView
 
@@ -25,7 +25,7 @@ class Chains:
 
     out_SC      the head's output at the newest row of each sequence
     computed_S  int64: tokens of each sequence, which is the position of the next row
-    view        of the head's cache group, for the last drafted token; its lengths are upper bounds
+    view        of the head's cache group, with the blocks that the rows of all drafted tokens read
     """
 
     out_SC: Tensor
@@ -36,9 +36,10 @@ class Chains:
         """The batch of the row of the newest of `depth` drafted tokens, from numbers on the device."""
         view, size = self.view, self.view.block_size
         position_S = self.computed_S + depth - 1
-        block_S1 = view.block_table_SB.gather(1, (position_S // size)[:, None])
+        row_S = position_S - view.first_S
+        block_S1 = view.block_table_SB.gather(1, (row_S // size)[:, None])
         at = dataclasses.replace(
-            view, seq_lens_S=(position_S + 1).int(), slots_N=block_S1[:, 0].long() * size + position_S % size
+            view, seq_lens_S=(position_S + 1).int(), slots_N=block_S1[:, 0].long() * size + row_S % size
         )
         return Batch(token_ids_S, position_S, view.query_start_S1[:-1].long(), (at,))
 
@@ -58,13 +59,14 @@ class DraftGraphs:
         self._graphs: dict[tuple[Hashable, ...], tuple[Chains, Callable[[], None], Tensor]] = {}
 
     def __call__(self, out_SC: Tensor, view: CacheView, count: int, state: tuple[bool, str]) -> Tensor:
-        """Return what `draft` returns, [2, K, S], valid until the next call. view: of the row of each sequence's last
-        drafted token."""
+        """Return what `draft` returns, [2, K, S], valid until the next call. view: of the rows of each sequence's
+        drafted tokens but the last, which has none."""
         S, K = len(out_SC), count
         sequences, longest = bucket_of(S, self._max_num_seqs), max(MIN_LENGTH, 1 << (view.max_seq_len - 1).bit_length())
-        key = sequences, K, longest, state
+        columns = columns_of(view, longest)
+        key = sequences, K, longest, columns, state
         if key not in self._graphs:
-            chains = self._blank(out_SC, view, sequences, longest)
+            chains = self._blank(out_SC, view, sequences, longest, columns)
             self._fill(chains, out_SC, view, K)
             replay, drafted = self._capture(lambda: self._draft(chains, K, state))
             self._graphs[key] = chains, replay, drafted
@@ -73,12 +75,13 @@ class DraftGraphs:
         replay()
         return drafted[:, :, :S]
 
-    def _blank(self, out_SC: Tensor, view: CacheView, sequences: int, longest: int) -> Chains:
-        columns, device = max(view.block_table_SB.shape[1], -(-longest // view.block_size)), out_SC.device
+    def _blank(self, out_SC: Tensor, view: CacheView, sequences: int, longest: int, columns: int) -> Chains:
+        device = out_SC.device
         static = dataclasses.replace(
             view, block_table_SB=torch.zeros(sequences, columns, dtype=torch.int32, device=device),
             first_S=torch.zeros(sequences, dtype=torch.int32, device=device),
-            query_start_S1=torch.arange(sequences + 1, dtype=torch.int32, device=device), max_seq_len=longest,
+            query_start_S1=torch.arange(sequences + 1, dtype=torch.int32, device=device), max_query=1,
+            max_seq_len=longest,
             queries=(1,) * sequences, generating=(True,) * sequences, selecting=(True,) * sequences,
             runs=(), lengths=(),
         )  # fmt: skip
@@ -90,6 +93,8 @@ class DraftGraphs:
         S, B = view.block_table_SB.shape
         chains.out_SC[:S].copy_(out_SC)
         chains.computed_S[S:].zero_()
+        chains.view.first_S[S:].zero_()
+        chains.view.first_S[:S].copy_(view.first_S)
         torch.sub(view.seq_lens_S, count - 1, out=chains.computed_S[:S])
         chains.view.block_table_SB.fill_(self._scratch)
         chains.view.block_table_SB[:S, :B].copy_(view.block_table_SB)

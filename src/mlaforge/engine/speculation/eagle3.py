@@ -145,7 +145,6 @@ class EagleDrafter:
     head        the draft head; it takes dtype, device, weight format and, if it has none, the embedding from `model`
     rows        the head's cache
     make_batch  builds batches on the head's cache group
-
     graphs      of the model's steps, on a GPU; greedy chains of equal length are then graphs too
 
     The host waits for the device once per step for all chains, and once per level of a tree. With `stops_early` (CPU)
@@ -256,7 +255,7 @@ class EagleDrafter:
         chunks = []
         for sequence in sequences:
             stop = sequence.computed + count - 1
-            chunks.append(Chunk(sequence.number, range(stop), stop - 1, stop, generating=True))
+            chunks.append(Chunk(sequence.number, range(stop), sequence.computed, stop, generating=True))
         (view,) = self._make_batch(chunks).views
         if not self.attention.capturable(view):
             return None
