@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from mlaforge.ops.absorbed_latents import ABSORB_AND_STORE, UP_PROJECT_VALUES, AbsorbedWeights
+from mlaforge.ops.coded_rows import UNPACK_ROWS
 from mlaforge.ops.elementwise import ADD_RMS_NORM, SILU_MUL
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.rope_and_store import OP as ROPE_AND_STORE
 from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.row_formats.plain import Plain
-from mlaforge.ops.unpacked_rows import OP as UNPACK_ROWS
 from support.paged_steps import DEVICE, needs_triton
 
 pytestmark = [pytest.mark.gpu, needs_triton, pytest.mark.usefixtures("fresh_memory_is_nan")]

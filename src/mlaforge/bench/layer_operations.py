@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.ops.absorbed_latents import ABSORB_AND_STORE, UP_PROJECT_VALUES, AbsorbedWeights
+from mlaforge.ops.coded_rows import UNPACK_ROWS
 from mlaforge.ops.dispatch import prefers_triton
 from mlaforge.ops.elementwise import ADD_RMS_NORM, SILU_MUL
 from mlaforge.ops.expert_routing import route as experts_by_token
@@ -19,7 +20,6 @@ from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.rope_and_store import OP as ROPE_AND_STORE
 from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.row_formats.plain import Plain
-from mlaforge.ops.unpacked_rows import OP as UNPACK_ROWS
 
 # Query heads, KV heads, head_dim, hidden size, intermediate size, latent rank, rotary elements, experts, per token.
 SIZES, SMALL_SIZES = (64, 8, 64, 2880, 14336, 512, 64, 32, 4), (4, 2, 16, 96, 128, 64, 8, 6, 2)

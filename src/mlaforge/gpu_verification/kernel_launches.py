@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from mlaforge.ops import absorbed_latents_triton as latents
+from mlaforge.ops import coded_rows_triton as coded
 from mlaforge.ops import elementwise_triton as elementwise
 from mlaforge.ops import mxfp4_experts_triton as experts
 from mlaforge.ops import paged_attention_triton as attention
 from mlaforge.ops import rope_and_store_triton as rope
 from mlaforge.ops import token_selection_triton as selection
-from mlaforge.ops import unpacked_rows_triton as coded
 from mlaforge.ops.absorbed_latents import AbsorbedWeights
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties
@@ -204,7 +204,9 @@ def absorbed(part: str, N: int, gpu: GpuProperties) -> KernelLaunch:
         _, arguments = latents.absorb_launch(x, rotation, weights, _rows(R + E, torch.bfloat16), slots, 0.1)
         return KernelLaunch(latents.absorb_kernel, arguments, {"num_warps": 4})
     lse = torch.empty(N, H)
-    _, arguments = latents.up_project_launch(torch.empty(N, H, R, dtype=torch.bfloat16), lse, lse, weights)
+    _, arguments = latents.up_project_launch(
+        torch.empty(N, H, R, dtype=torch.bfloat16), lse, lse, w_uv, bias, sinks, torch.bfloat16
+    )
     return KernelLaunch(latents.up_project_kernel, arguments, {"num_warps": 4})
 
 

@@ -86,7 +86,7 @@ def absorb_kernel(
 def up_project_kernel(
     x, w_uv, b_v, lse, shift, sinks, out, tokens, w_head,
     GROUP: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    INPUTS: tl.constexpr, SINKS: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, G, pieces of V): out [N, H, V] = x [N, H, R] W_uv + b_v, times the share that the sinks leave."""
     g = tl.program_id(1)
@@ -108,7 +108,9 @@ def up_project_kernel(
     acc += tl.load(b_v + g.to(tl.int64) * V + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     if SINKS:
         at = n * heads + h
-        seen = tl.load(lse + at, mask=real, other=0.0) + tl.load(shift + at, mask=real, other=0.0)
+        seen = tl.load(lse + at, mask=real, other=0.0)
+        if SHIFT:
+            seen += tl.load(shift + at, mask=real, other=0.0)
         acc *= tl.sigmoid(seen - tl.load(sinks + h, mask=real, other=0.0).to(tl.float32))[:, None]
     to = out + ((n * heads + h) * V)[:, None] + v[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & (v < V)[None, :])
@@ -181,25 +183,27 @@ def absorb_and_store(*inputs: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def up_project_launch(
-    out_NHR: Tensor, lse_NH: Tensor, shift_NH: Tensor | None, weights: AbsorbedWeights
-) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Return the grid and the arguments. Allocates `out`."""
-    (N, H, R), (G, V) = out_NHR.shape, weights.b_v.shape
+    out_NHR: Tensor, lse_NH: Tensor, shift_NH: Tensor | None, w_uv: Tensor, b_v: Tensor, sinks_H: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[tuple[int, int, int], dict[str, Any]]:  # fmt: skip
+    """Return the grid and the arguments of the product with w_uv [G, V, R]. Allocates `out`, in `dtype`."""
+    (N, H, R), (G, V) = out_NHR.shape, b_v.shape
     BLOCK_M, piece = _tile(N * H // G), _piece(V)
-    sinks = weights.sinks is not None and shift_NH is not None
     arguments = {
-        "x": out_NHR, "w_uv": weights.w_uv, "b_v": weights.b_v, "lse": lse_NH,
-        "shift": shift_NH if sinks else lse_NH, "sinks": weights.sinks if sinks else lse_NH,
-        "out": out_NHR.new_empty(N, H * V), "tokens": N, "w_head": weights.w_uv.stride(0), "GROUP": H // G, "V": V,
-        "R": R, "BLOCK_M": BLOCK_M, "OUTPUTS": piece, "INPUTS": INPUTS, "SINKS": sinks,
+        "x": out_NHR, "w_uv": w_uv, "b_v": b_v, "lse": lse_NH,
+        "shift": lse_NH if shift_NH is None else shift_NH, "sinks": lse_NH if sinks_H is None else sinks_H,
+        "out": out_NHR.new_empty(N, H * V, dtype=dtype), "tokens": N, "w_head": w_uv.stride(0), "GROUP": H // G, "V": V,
+        "R": R, "BLOCK_M": BLOCK_M, "OUTPUTS": piece, "INPUTS": INPUTS, "SINKS": sinks_H is not None,
+        "SHIFT": shift_NH is not None,
         "PRECISION": _precision(out_NHR),
     }  # fmt: skip
     return (triton.cdiv(N * (H // G), BLOCK_M), G, triton.cdiv(V, piece)), arguments
 
 
-def up_project_values(*inputs: Any) -> Tensor:
+def up_project_values(out_NHR: Tensor, lse_NH: Tensor, shift_NH: Tensor | None, weights: AbsorbedWeights) -> Tensor:
     """ops/absorbed_latents.py's function."""
-    grid, arguments = up_project_launch(*inputs)
+    sinks = weights.sinks if shift_NH is not None else None
+    grid, arguments = up_project_launch(out_NHR, lse_NH, shift_NH, weights.w_uv, weights.b_v, sinks, out_NHR.dtype)
     out: Tensor = arguments["out"]
     if grid[0]:
         with torch.cuda.device_of(out):

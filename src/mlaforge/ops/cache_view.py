@@ -85,9 +85,9 @@ class CacheView:
         return [1 if prompt else 2 * chosen for prompt, chosen in zip(self.prompts, selecting, strict=True)]
 
     def part(self, sequences: Sequence[int]) -> tuple[CacheView, Tensor]:
-        """Return the view of some sequences of a step without a tree or a selection, and the rows of their tokens among
-        the N, int64."""
-        assert self.tree_Tn is None and self.positions_SK is None
+        """Return the view of some sequences of a step without a tree, and the rows of their tokens among the N,
+        int64."""
+        assert self.tree_Tn is None
         device = self.slots_N.device
         starts = [0, *itertools.accumulate(self.queries)]
         rows_N = on_device([n for s in sequences for n in range(starts[s], starts[s + 1])], torch.int64, device)
@@ -103,6 +103,7 @@ class CacheView:
             lengths=of_part(self.lengths), runs=of_part(self.runs),
             query_start_S1=on_device([0, *itertools.accumulate(queries)], torch.int32, device),
             max_query=max(queries), generating=of_part(self.generating), selecting=of_part(self.selecting),
+            counts=of_part(self.counts), positions_SK=None if self.positions_SK is None else self.positions_SK[index_S],
         ), rows_N  # fmt: skip
 
     def step_rows(self, queries: int) -> int:

@@ -273,10 +273,10 @@ MODULES = {
     "attention_with_mass": "attention_mass", "gated_mlp": "linear", "latent": "latent_attention",
     "latent_rope": "latent_attention", "linear": "linear", "linear_int4": "linear", "linear_int8": "linear",
     "mxfp4_experts": "mxfp4_experts", "mxfp4_mixture": "mxfp4_experts", "pack_blocks": "paged_rows",
-    "packed_attention": "packed_attention", "paged_attention": "paged_attention", "rms_norm": "elementwise",
-    "rope_and_store": "rope_and_store", "select_tokens": "token_selection", "silu_mul": "elementwise",
-    "unpack_mxfp4": "mxfp4", "unpack_rows": "unpacked_rows", "up_project_values": "absorbed_latents",
-    "write_index": "token_selection",
+    "pack_rows": "coded_rows", "packed_attention": "packed_attention", "paged_attention": "paged_attention",
+    "rms_norm": "elementwise", "rope_and_store": "rope_and_store", "select_tokens": "token_selection",
+    "silu_mul": "elementwise", "unpack_mxfp4": "mxfp4", "unpack_rows": "coded_rows",
+    "up_project_values": "absorbed_latents", "write_index": "token_selection",
 }  # fmt: skip
 IMPLEMENTATIONS = ("native", "runs", "triton", "reference")
 # Comparisons of `check` that found no difference, by op and implementation.

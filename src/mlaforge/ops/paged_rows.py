@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.coded_rows import PACK_ROWS, UNPACK_ROWS
 from mlaforge.ops.decompressed_keys import DecompressedKeys
 from mlaforge.ops.dispatch import Op
 from mlaforge.ops.host_view import host_view
@@ -21,7 +22,6 @@ from mlaforge.ops.row_formats.format import RowFormat
 from mlaforge.ops.row_formats.int8 import Int8
 from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import KEY_TILE, empty_keys, keys_at
-from mlaforge.ops.unpacked_rows import OP as UNPACK_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,10 @@ class PagedRows:
     def write(self, slots_N: Tensor, row_NW: Tensor) -> None:
         """Write the rows of a step's tokens to their slots."""
         if self.unquantized is None:
-            self.format.write(self.packed, slots_N, row_NW)
+            if self.format.coded:
+                PACK_ROWS(row_NW, self.format, self.packed, slots_N)
+            else:
+                self.format.write(self.packed, slots_N, row_NW)
             return
         unquantized = slots_N >= self.slots
         self.unquantized.index_copy_(0, slots_N[unquantized] - self.slots, row_NW[unquantized].bfloat16())

@@ -27,9 +27,11 @@ from mlaforge.modeling.rope_mla import RotationTable, rotate
 from mlaforge.ops.absorbed_latents import ABSORB_AND_STORE, UP_PROJECT_VALUES, AbsorbedWeights
 from mlaforge.ops.attention_mass import attention_with_mass, last_query_row, probe_attention_mass
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.coded_rows import PACK_ROWS
 from mlaforge.ops.dispatch import prefers_triton, refresh
 from mlaforge.ops.host_view import host_view
 from mlaforge.ops.latent_attention import LATENT, LATENT_ROPE, LatentWeights
+from mlaforge.ops.latent_weights_gpu import GpuLatentWeights
 from mlaforge.ops.packed_attention import OP as PACKED_ATTENTION
 from mlaforge.ops.paged_attention import OP as PAGED_ATTENTION
 from mlaforge.ops.paged_attention import apply_sinks, capturable, paged_attention
@@ -198,27 +200,21 @@ class PagedLatentAttention:
         q_kv_NX = self.q_kv_a(normed_NC)
         if self.q_b_proj is not None:
             q_kv_NX = torch.cat((self.q_b_proj(q_kv_NX[:, :-W]), q_kv_NX[:, -W:]), dim=1)
-        probe = step.probe(view)
+        probe, dense_view = step.probe(view), view
         if self.sparse is not None and not step.batch.sparse_views:
             features, query = q_kv_NX[:, -W:], q_kv_NX
             if latent.qk_norm:
                 features, query = self._index_inputs(features, q_kv_NX[:, :-W])
             view = self.sparse(features, query, step.rotation_N1P, self.rows, view, step.selections, probe)
             probe = None
-        if self.fused is not None:
-            out = self.fused(q_kv_NX, step, self.rows, view)
-            if probe is not None:
-                probe.layers.append(self._attention_mass(q_kv_NX[:, :-W], step, view, probe.sequences))
-            return self.o_proj(out, residual_NC)
-        if not any(view.prompts) and latent.rope_dim:
+        if prefers_triton(self.rows.device) and any(view.prompts):
+            out_NX = self._with_prompts(q_kv_NX, step, dense_view, view)
+        elif self.fused is not None:
+            out_NX = self.fused(q_kv_NX, step, self.rows, view)
+        elif self.absorbed is not None and not any(view.prompts):
             out_NX = self._absorbed(q_kv_NX, step.rotation_N1P, view)
         else:
-            q_NHD = self._write(q_kv_NX, step, view)
-            mixed = view.tree_Tn is None and view.positions_SK is None and prefers_triton(self.rows.device)
-            if mixed and any(view.prompts):
-                out_NX = self._with_prompts(q_kv_NX, q_NHD, step, view)
-            else:
-                out_NX = self._by_sequence(q_NHD, view)
+            out_NX = self._by_sequence(self._write(q_kv_NX, step, view), view)
         if probe is not None:
             probe.layers.append(self._attention_mass(q_kv_NX[:, :-W], step, view, probe.sequences))
         return self.o_proj(out_NX.to(normed_NC.dtype), residual_NC)
@@ -281,7 +277,11 @@ class PagedLatentAttention:
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can capture a step of this layer. It cannot where sequences are computed one by one."""
-        if any(view.prompts) or not (self.latent.rope_dim and self.rows.direct and self.sparse is None):
+        if any(view.prompts) or self.sparse is not None:
+            return False
+        if self.fused is not None:
+            return self.fused.capturable(self.rows, view)
+        if self.absorbed is None or not self.rows.direct:
             return False
         rows_L1W = self.rows.packed[:, None]
         q_NHW = rows_L1W.new_empty(0, self.latent.num_heads, rows_L1W.shape[2], dtype=self.rows.dtype)
@@ -298,24 +298,22 @@ class PagedLatentAttention:
         out: Tensor = UP_PROJECT_VALUES(out_NHR, lse_NH, shift_NH, weights)
         return out
 
-    def _with_prompts(self, q_kv_NX: Tensor, q_NHD: Tensor, step: Step, view: CacheView) -> Tensor:
-        """A step with prompts, whose rows are written: each prompt over decompressed keys and values, then all other
-        sequences together. Returns [N, H V]."""
+    def _with_prompts(self, q_kv_NX: Tensor, step: Step, dense_view: CacheView, view: CacheView) -> Tensor:
+        """A step with prompts on a GPU: each prompt over the decompressed keys and values of all its tokens, then all
+        other sequences together, as `view` selects. Returns [N, H V]."""
+        q_NHD = self._write(q_kv_NX, step, dense_view)
         out_NX = q_NHD.new_empty(len(q_NHD), self.latent.num_heads * self.latent.v_dim)
-        others = []
-        for index, (q_THD, part, prompt) in enumerate(
-            zip(q_NHD.split(view.queries), out_NX.split(view.queries), view.prompts, strict=True)
-        ):
-            if prompt:
-                part.copy_(attend_prompt(self.latent, q_THD, self.rows, view, index))
-            else:
-                others.append(index)
+        queries, prompts = dense_view.queries, dense_view.prompts
+        for index, (q_THD, part) in enumerate(zip(q_NHD.split(queries), out_NX.split(queries), strict=True)):
+            if prompts[index]:
+                part.copy_(attend_prompt(self.latent, q_THD, self.rows, dense_view, index))
+        others = [index for index, prompt in enumerate(view.prompts) if not prompt]
         if others:
             others_view, rows_N = view.part(others)
-            if self.latent.rope_dim:
-                out = self._absorbed(q_kv_NX[rows_N], step.rotation_N1P[rows_N], others_view)
+            if self.fused is not None:
+                out = self.fused(q_kv_NX[rows_N], step, self.rows, others_view)
             else:
-                out = self._by_sequence(q_NHD[rows_N], others_view)
+                out = self._absorbed(q_kv_NX[rows_N], step.rotation_N1P[rows_N], others_view)
             out_NX.index_copy_(0, rows_N, out.to(out_NX.dtype))
         return out_NX
 
@@ -344,13 +342,17 @@ class FusedLatent:
 
     @classmethod
     def of(cls, attention: LatentAttention, rows: PagedRows) -> FusedLatent | None:
-        """Return None where no kernel supports the layer; its module then computes with torch."""
+        """Return None where no kernel supports the layer; its module, or the absorbed form, then computes it."""
+        if prefers_triton(rows.device):
+            return None if attention.rope_dim else cls(attention, GpuLatentWeights.of(attention, rows), rows)
         if not native_reads(rows) or (weights := LatentWeights.of(attention, rows)) is None:
             return None
         return cls(attention, weights, rows)
 
-    def __init__(self, attention: LatentAttention, weights: LatentWeights, rows: PagedRows):
+    def __init__(self, attention: LatentAttention, weights: LatentWeights | GpuLatentWeights, rows: PagedRows):
         self.weights, self.scaling, self.table = weights, attention.scaling, attention.table
+        # Tables of rotations that captured steps read, by length: they outlive the growth of the table.
+        self.tables: dict[int, tuple[Tensor, Tensor]] = {}
         example = torch.empty(0, 0, dtype=rows.dtype, device=rows.device)
         self.rope_dim = attention.rope_dim
         self.op = (
@@ -364,8 +366,15 @@ class FusedLatent:
             out: Tensor = self.op(q_kv_NX, step.rotation_N1P, self.weights, rows, view, self.scaling)
         else:
             cos, sin = step.angles(self.table, view.max_seq_len)
+            self.tables[self.table.length] = self.table.cos, self.table.sin
             out = self.op(q_kv_NX, cos, sin, self.weights, rows, view, self.scaling)
         return out
+
+    def capturable(self, rows: PagedRows, view: CacheView) -> bool:
+        """Whether a CUDA graph can capture a step with this view."""
+        x = angles = rows.packed.new_empty(0, 1, dtype=rows.dtype)
+        write = not rows.format.coded or PACK_ROWS.capturable(x, rows.format, rows.packed, view.slots_N)
+        return write and LATENT.capturable(x, angles, angles, self.weights, rows, view, self.scaling)
 
 
 def _reordered(parameter: Tensor, order: Tensor) -> nn.Parameter:

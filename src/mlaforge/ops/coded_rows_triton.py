@@ -1,6 +1,6 @@
-"""Coded rows (modeling/coded_rows_mla.py) as bf16, in Triton: all rows of a step in one launch. A program decodes a
-row, a coordinate per lane, from tables of where the parts of its code are. Instructions limit it. Not measured on a GPU
-yet.
+"""Coded rows (modeling/coded_rows_mla.py) from and to numbers, in Triton: all rows of a step in one launch. A program
+decodes a row, a coordinate per lane, from tables of where the parts of its code are, or encodes one, a word per lane,
+from tables of the coordinates that are in it. Instructions limit both. Not measured on a GPU yet.
 
 Legend: N rows, R coordinates of a latent, E elements of a rotary key, W = R + E, P planes.
 """
@@ -87,10 +87,79 @@ def make_launch(rows_UB: Tensor, format: Coded, units_N: Tensor) -> tuple[tuple[
 
 
 def unpack_rows(rows_UB: Tensor, format: Coded, units_N: Tensor) -> Tensor:
-    """ops/unpacked_rows.py's function."""
+    """ops/coded_rows.py's function."""
     grid, arguments = make_launch(rows_UB, format, units_N)
     out: Tensor = arguments["out"]
     if grid[0]:
         with torch.cuda.device_of(rows_UB):
             unpack_kernel[grid](**arguments, num_warps=4)
     return out
+
+
+@triton.jit
+def pack_kernel(
+    x, units, places, halves, out, x_row, row_words, WORDS: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Grid (N,): latents [N, R] to the words out[units], int32 [U, row_words]. places [1 + 32, WORDS]: bits of a code
+    in a word's plane, and up to 32 codes in the word: coordinate * 1024 + (first bit in the word) * 32 + (first bit in
+    the code), -1 for none."""
+    n, w = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_W)
+    live = w < WORDS
+    bits = tl.load(places + w, mask=live, other=1)
+    words = tl.zeros([BLOCK_W], tl.int32)
+    for i in tl.static_range(32):
+        place = tl.load(places + (1 + i) * WORDS + w, mask=live, other=-1)
+        inside = place >= 0
+        number = tl.load(x + n * x_row + (place >> 10), mask=inside, other=0.0).to(tl.bfloat16).to(tl.float32)
+        half = tl.load(halves + (place >> 10), mask=inside, other=1)
+        # To the nearest integer, ties to even.
+        number = tl.where(number == number, tl.maximum(tl.minimum(number, 4096.0), -4096.0), 0.0)
+        code = ((number + 12582912.0) - 12582912.0).to(tl.int32)
+        code = tl.maximum(tl.minimum(code, half - 1), -half) + half
+        part = ((code >> (place & 31)) & ((1 << bits) - 1)) << ((place >> 5) & 31)
+        words |= tl.where(inside, part, 0)
+    tl.store(out + tl.load(units + n) * row_words + w, words, mask=live)
+
+
+@functools.lru_cache(maxsize=256)
+def place_table(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the kernel's `places`, int32."""
+    layout = CodedLayout(counts)
+    table = torch.full((33, layout.row_bytes // 4), -1, dtype=torch.int32)
+    table[0] = 1
+    for part in layout.segments:
+        byte, bit = word_fields(part)
+        word, first = (part.offset + byte) // 4, (part.offset + byte) % 4 * 8 + bit
+        coordinate = part.first + torch.arange(part.coordinates, dtype=torch.int32)
+        table[0, word] = part.bits
+        table[1 + first // part.bits, word] = coordinate * 1024 + first * 32 + part.shift
+    return uploaded(table, device)
+
+
+def pack_supports(row_NW: Tensor, format: RowFormat, *others: Any) -> Literal[True] | str:
+    """Return True, or the reason why the kernel cannot write rows of a format."""
+    if not isinstance(format, Coded) or format.rope_dim:
+        return f"it does not write rows in {format.name}" + (" with rotary keys" if isinstance(format, Coded) else "")
+    return True if row_NW.stride(1) == 1 else "rows must be contiguous"
+
+
+def pack_launch(
+    row_NW: Tensor, format: Coded, rows_UB: Tensor, units_N: Tensor
+) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
+    """Return the grid and the arguments of a write."""
+    words = format.layout.row_bytes // 4
+    arguments = {
+        "x": row_NW, "units": units_N, "places": place_table(format.counts, rows_UB.device),
+        "halves": field_table(format.counts, 0, rows_UB.device)[1], "out": rows_UB.view(torch.int32),
+        "x_row": row_NW.stride(0), "row_words": rows_UB.stride(0) // 4, "WORDS": words,
+        "BLOCK_W": triton.next_power_of_2(words),
+    }  # fmt: skip
+    return (len(units_N),), arguments
+
+
+def pack_rows(row_NW: Tensor, format: Coded, rows_UB: Tensor, units_N: Tensor) -> None:
+    """ops/coded_rows.py's function."""
+    grid, arguments = pack_launch(row_NW, format, rows_UB, units_N)
+    if grid[0]:
+        with torch.cuda.device_of(rows_UB):
+            pack_kernel[grid](**arguments, num_warps=4)
