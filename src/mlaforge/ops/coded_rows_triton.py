@@ -110,10 +110,13 @@ def pack_kernel(
     for i in tl.static_range(32):
         place = tl.load(places + (1 + i) * WORDS + w, mask=live, other=-1)
         inside = place >= 0
-        number = tl.load(x + n * x_row + (place >> 10), mask=inside, other=0.0).to(tl.bfloat16).to(tl.float32)
+        number = tl.load(x + n * x_row + (place >> 10), mask=inside, other=0.0).to(tl.float32)
         half = tl.load(halves + (place >> 10), mask=inside, other=1)
-        # To the nearest integer, ties to even.
+        # To the nearest integer, ties to even; what no code represents is 0.
         number = tl.where(number == number, tl.maximum(tl.minimum(number, 4096.0), -4096.0), 0.0)
+        # First to bf16, by its bits, because the interpreter's conversion truncates.
+        bits_of = number.to(tl.int32, bitcast=True)
+        number = ((bits_of + 32767 + ((bits_of >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
         code = ((number + 12582912.0) - 12582912.0).to(tl.int32)
         code = tl.maximum(tl.minimum(code, half - 1), -half) + half
         part = ((code >> (place & 31)) & ((1 << bits) - 1)) << ((place >> 5) & 31)

@@ -11,7 +11,7 @@ from support.tiny_models import save_packed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it needs the simulated device")
 # Model -> most kernels of a layer.
-MOST = {"llama": 10, "qwen3": 10, "gpt_oss": 13, "latent_rope": 12, "fp8": 10, "sparse": 15}
+MOST = {"llama": 10, "qwen3": 10, "gpt_oss": 13, "latent_rope": 12, "fp8": 10, "sparse": 15, "coded": 13}
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +20,7 @@ def models(tiny_models, converted, sparse, tmp_path_factory):
     return {
         **tiny_models, "gpt_oss": packed, "fp8": tiny_models["llama"],
         "latent_rope": converted("llama", "latent_rope"), "sparse": sparse("llama", "gqa"),
+        "coded": converted("llama", "latent", bits=6),
     }  # fmt: skip
 
 
@@ -53,4 +54,4 @@ def test_kernels_of_a_layer(name, models, cuda, monkeypatch):
     for kernels in layers:
         # Longer texts have several splits, which are merged.
         merges = "merge_kernel" not in kernels
-        assert "attend_kernel" in kernels and len(kernels) + merges <= MOST[name], kernels
+        assert {"attend_kernel", "latent_sum_kernel"} & {*kernels} and len(kernels) + merges <= MOST[name], kernels
