@@ -169,14 +169,14 @@ def test_the_last_of_equal_scores_are_selected():
     """Over several steps of the selection; scores differ in each of its digits."""
     from mlaforge.ops import token_selection_triton as selection
 
-    lengths, counts = [300, 64, 5], torch.tensor([40, 64, 9], dtype=torch.int32, device=DEVICE)
+    lengths, counts = [300, 64, 5], [40, 64, 9]
     view, _ = make_view(lengths, [1] * 3)
     _, view = on_device(index(2, 8, 12, 20), view)
     scores = torch.randint(0, 12, (3, 300), generator=torch.Generator().manual_seed(0)).to(DEVICE) * (1 + 2**-20) / 7
     scores[0, 17] = torch.inf
     arguments = selection.select_launch(scores, counts, view, 64) | {"BLOCK_L": 128}
     selection.select_kernel[(3,)](**arguments)
-    for s, (length, count) in enumerate(zip(lengths, counts.tolist(), strict=True)):
+    for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         best = sorted(range(length), key=lambda t: (-float(scores[s, t]), -t))[:count]
         assert arguments["positions"][s].tolist() == sorted(best) + [0] * (64 - len(best))
 

@@ -239,17 +239,21 @@ def _digit(
     return (prefix << (ABOVE - SHIFT)) | digit, missing, equal
 
 
-@triton.jit(do_not_specialize=["table_row", "width", "most"], do_not_specialize_on_alignment=["table", "seq_lens"])
+@triton.jit(
+    do_not_specialize=["table_row", "width", "most", "limit"], do_not_specialize_on_alignment=["table", "seq_lens"]
+)
 def select_kernel(
-    scores, counts, table, seq_lens, slots, positions, table_row, width, most,
-    BLOCK_SIZE: tl.constexpr, BLOCK_L: tl.constexpr,
+    scores, counts, table, seq_lens, slots, positions, table_row, width, most, limit,
+    COUNTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Grid (sequences,): the counts[s] tokens of a sequence with the best scores [S, width], the last ones of equals:
-    slots and positions [S, most], ascending, then 0. Scores are not negative, so they are ordered as their bits, of
+    """Grid (sequences,): the tokens of a sequence with the best scores [S, width], the last ones of equals: slots and
+    positions [S, most], ascending, then 0. Their number is counts[s] if COUNTS, otherwise at most `limit`. Scores are not negative, so they are ordered as their bits, of
     which 11, 11 and 9 are found at a time."""
     s = tl.program_id(0).to(tl.int64)
     length = tl.load(seq_lens + s)
-    count = tl.minimum(tl.load(counts + s), length)
+    count = tl.minimum(limit, length)
+    if COUNTS:
+        count = tl.minimum(tl.load(counts + s), length)
     values = scores + s * width
     prefix, missing, equal = _digit(values, length, 0, count, 31, 20, 2048, BLOCK_L)
     prefix, missing, equal = _digit(values, length, prefix, missing, 20, 9, 2048, BLOCK_L)
@@ -359,13 +363,18 @@ def query_launch(
     return (S, G), arguments
 
 
-def select_launch(scores_SL: Tensor, counts_S: Tensor, view: CacheView, most: int) -> dict[str, Any]:
+def select_launch(scores_SL: Tensor, counts: Sequence[int], view: CacheView, most: int) -> dict[str, Any]:
     """Return the arguments of a selection. Allocates `slots` and `positions`, int32 [S, most]."""
+    limit = max(counts)
+    # Of a captured step the host knows bounds only, which are equal.
+    equal = not view.lengths or all(count == min(limit, n) for count, n in zip(counts, view.lengths, strict=True))
+    assert view.lengths or len(set(counts)) == 1
+    counts_S = view.seq_lens_S if equal else uploaded_counts(tuple(counts), scores_SL.device)
     slots, positions = torch.empty(2, len(scores_SL), most, dtype=torch.int32, device=scores_SL.device)
     return {
         "scores": scores_SL, "counts": counts_S, "table": view.block_table_SB, "seq_lens": view.seq_lens_S,
         "slots": slots, "positions": positions, "table_row": view.block_table_SB.stride(0),
-        "width": scores_SL.shape[1], "most": most, "BLOCK_SIZE": view.block_size, "BLOCK_L": BLOCK_L,
+        "width": scores_SL.shape[1], "most": most, "limit": limit, "COUNTS": not equal, "BLOCK_SIZE": view.block_size, "BLOCK_L": BLOCK_L,
     }  # fmt: skip
 
 
@@ -387,7 +396,7 @@ def choose(
             **arguments, lse=lse, sinks=lse if index.sinks is None else index.sinks, out=scores_SL, width=L,
             sink=index.sink, window=index.window, stride=index.stride, SINKS=index.sinks is not None,
         )  # fmt: skip
-        selection = select_launch(scores_SL, uploaded_counts(tuple(counts), device), view, most)
+        selection = select_launch(scores_SL, counts, view, most)
         select_kernel[(S,)](**selection, num_warps=16)
     return selection["slots"], selection["positions"]
 

@@ -152,6 +152,8 @@ def query_token_view(view: CacheView) -> CacheView:
     For token selection (execution/indexer.py). The view must be without a window.
     """
     selecting = view.selecting or (False,) * len(view.queries)
+    if not view.lengths:
+        return _captured_query_tokens(view)
     if not any(T > 1 and flag for T, flag in zip(view.queries, selecting, strict=True)):
         return view
     sequences: list[int] = []
@@ -175,21 +177,52 @@ def query_token_view(view: CacheView) -> CacheView:
     )  # fmt: skip
 
 
+def _captured_query_tokens(view: CacheView) -> CacheView:
+    """As query_token_view, for a captured step, whose sequences have equally many query tokens and lengths that only
+    the device knows."""
+    S, T, device = len(view.queries), view.max_query, view.slots_N.device
+    if T == 1 or not any(view.selecting):
+        return view
+    at_T = torch.arange(1 - T, 1, dtype=torch.int32, device=device)
+    sequence_R = torch.arange(S, device=device).repeat_interleave(T, output_size=S * T)
+    # Padding before a text's first token sees nothing.
+    lengths_R = (view.seq_lens_S[:, None] + at_T).clamp_min(0).flatten()
+    return dataclasses.replace(
+        view, block_table_SB=view.block_table_SB.index_select(0, sequence_R), seq_lens_S=lengths_R,
+        first_S=view.first_S.index_select(0, sequence_R), max_query=1, queries=(1,) * (S * T),
+        query_start_S1=torch.arange(S * T + 1, dtype=torch.int32, device=device),
+        generating=(True,) * (S * T), selecting=(True,) * (S * T),
+    )  # fmt: skip
+
+
 def select_view(
-    view: CacheView, slots_SK: torch.Tensor, positions_SK: torch.Tensor, counts: tuple[int, ...], by_sequence: bool
-) -> CacheView:
+    view: CacheView, slots_SK: torch.Tensor, positions_SK: torch.Tensor, counts: tuple[int, ...], by_sequence: bool,
+    bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> CacheView:  # fmt: skip
     """Return the view of selected tokens as if their rows were all that exists: blocks of one row.
 
     slots_SK and positions_SK, int32, are the selection (ops/token_selection.py), `counts` its tokens per sequence. With
     `by_sequence` the rows of sequence s count from s·K on, so that `positions_SK` is one table of positions. If every
-    query token has its own selection, a tree is resolved: a node's selection is from its path.
+    query token has its own selection, a tree is resolved: a node's selection is from its path. `bounds`: of
+    `selected_bounds`, if they are computed already.
     """
-    first_S, lengths_S = _bounds(counts, slots_SK.shape[1] if by_sequence else 0, slots_SK.device)
+    K = slots_SK.shape[1]
+    first_S, lengths_S = bounds or selected_bounds(view, counts, K if by_sequence else 0)
     return dataclasses.replace(
         view, block_table_SB=slots_SK, first_S=first_S, seq_lens_S=lengths_S, block_size=1, runs=(),
-        positions_SK=positions_SK, counts=counts, lengths=counts,
+        # Positions that are looked up need their bound.
+        max_seq_len=view.max_seq_len if by_sequence else K,
+        positions_SK=positions_SK, counts=counts, lengths=counts if view.lengths else (),
         tree_Tn=None if view.max_query == 1 else view.tree_Tn,
     )  # fmt: skip
+
+
+def selected_bounds(view: CacheView, counts: tuple[int, ...], row_stride: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return first rows and ends of a selection, int32 [S]. In a captured step `counts` are bounds."""
+    if view.lengths:
+        return _bounds(counts, row_stride, view.seq_lens_S.device)
+    first_S = torch.arange(len(counts), dtype=torch.int32, device=view.seq_lens_S.device) * row_stride
+    return first_S, first_S + view.seq_lens_S.clamp_max(max(counts))
 
 
 @functools.lru_cache(maxsize=64)

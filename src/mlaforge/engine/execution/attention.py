@@ -160,7 +160,9 @@ class PagedGroupedQueryAttention:
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can capture a step of this layer."""
-        if self.k_LGD is None or self.v_LGD is None or self.sparse is not None:
+        if self.k_LGD is None or self.v_LGD is None:
+            return False
+        if self.sparse is not None and not self.sparse.capturable(view):
             return False
         q_NHD = self.k_LGD.new_empty(0, self.num_heads, self.head_dim, dtype=self.rows.dtype)
         return capturable(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
@@ -277,7 +279,7 @@ class PagedLatentAttention:
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can capture a step of this layer. It cannot where sequences are computed one by one."""
-        if any(view.prompts) or self.sparse is not None:
+        if any(view.prompts) or (self.sparse is not None and not self.sparse.capturable(view)):
             return False
         if self.fused is not None:
             return self.fused.capturable(self.rows, view)

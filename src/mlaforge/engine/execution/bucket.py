@@ -37,27 +37,30 @@ def bucket_of(sequences: int, max_sequences: int) -> int:
 @dataclasses.dataclass(frozen=True)
 class Bucket:
     """All host numbers that the launches of a uniform step depend on: S, T, the length that its lengths are rounded up
-    to, the columns of the block table of every cache group, and whether its tokens are parts of prompts."""
+    to, the columns of the block table of every cache group, whether its tokens are parts of prompts, and whether they
+    read selections where the model is sparse."""
 
     sequences: int
     queries: int
     longest: int
     columns: tuple[int, ...]
     prompts: bool = False
+    selecting: bool = False
 
     @classmethod
     def of(cls, batch: Batch, max_sequences: int) -> Bucket | None:
         """Return the bucket of a batch. None where it has more than `max_sequences` sequences, prompts beside other
-        sequences, too many query tokens of a sequence, or a tree."""
+        sequences, dense requests beside sparse ones, too many query tokens of a sequence, or a tree."""
         queries, prompts = batch.views[0].queries, batch.views[0].prompts
-        if batch.views[0].tree_Tn is not None or len(set(prompts)) > 1:
+        selecting = batch.views[0].selecting or (False,) * len(queries)
+        if batch.views[0].tree_Tn is not None or len(set(prompts)) > 1 or len(set(selecting)) > 1:
             return None
         if len(queries) > max_sequences or max(queries) > QUERIES[-1]:
             return None
         longest = max(MIN_LENGTH, 1 << (batch.views[0].max_seq_len - 1).bit_length())
         columns = tuple(columns_of(view, longest) for view in batch.views)
         most = next(count for count in QUERIES if count >= max(queries))
-        return cls(bucket_of(len(queries), max_sequences), most, longest, columns, prompts[0])
+        return cls(bucket_of(len(queries), max_sequences), most, longest, columns, prompts[0], selecting[0])
 
     def rows(self, batch: Batch) -> Tensor | slice:
         """Return the rows of a batch's tokens in a batch of this shape: the last ones of each sequence."""
@@ -91,7 +94,7 @@ def blank(bucket: Bucket, like: Batch) -> Batch:
         "runs": (),
         "lengths": (),
         "generating": (not bucket.prompts,) * S,
-        "selecting": (not bucket.prompts,) * S,
+        "selecting": (bucket.selecting,) * S,
     }
     views = tuple(
         dataclasses.replace(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.engine.cache.view import query_token_view, select_view
+from mlaforge.engine.cache.view import query_token_view, select_view, selected_bounds
 from mlaforge.engine.execution.batch import AttentionProbe
 from mlaforge.modeling.token_index_mla import SparseLayer
 from mlaforge.ops.cache_view import CacheView
@@ -39,6 +39,7 @@ class Selections:
         self._view: CacheView | None = None
         self._counts: dict[int, Counts | None] = {}
         self._selected: dict[Counts, tuple[Tensor, Tensor]] = {}
+        self._bounds: dict[tuple[Counts, bool], tuple[Tensor, Tensor]] = {}
 
     def query_tokens(self, view: CacheView) -> CacheView:
         """The step's view for selection: each generated token has a selection of its own, that of decoding it alone."""
@@ -47,9 +48,10 @@ class Selections:
         return self._view
 
     def counts(self, view: CacheView, topk: int) -> Counts | None:
-        """Number of tokens per sequence of `query_tokens` that a sparse layer with this budget reads; None if all."""
+        """Number of tokens per sequence of `query_tokens` that a sparse layer with this budget reads; None if all.
+        Bounds in a captured step."""
         if topk not in self._counts:
-            lengths = host_view(view).visible_lengths
+            lengths = host_view(view).visible_lengths or (view.max_seq_len,) * len(view.queries)
             counts = tuple(
                 min(length, topk) if sparse else length for length, sparse in zip(lengths, view.selecting, strict=True)
             ) if any(view.selecting) else lengths  # fmt: skip
@@ -63,6 +65,14 @@ class Selections:
     def get(self, counts: Counts) -> tuple[Tensor, Tensor]:
         """Return slots and positions, int32 [S, K], of the last layer with an index."""
         return self._selected[counts]
+
+    def view(self, tokens_view: CacheView, counts: Counts, by_sequence: bool) -> CacheView:
+        """Return the view of the tokens that the last layer with an index selected."""
+        selected, key = self._selected[counts], (counts, by_sequence)
+        if key not in self._bounds:
+            stride = selected[0].shape[1] if by_sequence else 0
+            self._bounds[key] = selected_bounds(tokens_view, counts, stride)
+        return select_view(tokens_view, *selected, counts, by_sequence, self._bounds[key])
 
 
 class Indexer:
@@ -90,9 +100,9 @@ class Indexer:
             order is not None, None if sinks is None else sinks.detach().float(), pattern.sink, pattern.window,
             pattern.stride, sparse.topk,
         )  # fmt: skip
-        example = torch.empty(0, 1, dtype=rows.dtype, device=rows.device)
-        self.write = WRITE_INDEX.bind(example, self.index, None, rows.index)
-        self.select = SELECT_TOKENS.bind(example, self.index, None, rows.index)
+        self.example, self.keys = torch.empty(0, 1, dtype=rows.dtype, device=rows.device), rows.index
+        self.write = WRITE_INDEX.bind(self.example, self.index, None, rows.index)
+        self.select = SELECT_TOKENS.bind(self.example, self.index, None, rows.index)
 
     def __call__(
         self, features_NF: Tensor | None, q_NX: Tensor, rotation_N1P: Tensor, rows: PagedRows, view: CacheView,
@@ -127,7 +137,17 @@ class Indexer:
             probe.layers.append([positions_SK[s, : probe_counts[s]] for s in probed])
         if counts is None:
             return view
-        return select_view(tokens_view, *selections.get(counts), counts, self.reads_positions)
+        return selections.view(tokens_view, counts, self.reads_positions)
+
+    def capturable(self, view: CacheView) -> bool:
+        """Whether a CUDA graph can capture the selection of a step with this view."""
+        if self.index is None:
+            return True
+        x, keys, rotation = self.example, self.keys, self.example.new_empty(0, 1, 0, dtype=torch.complex64)
+        counts = (1,) * len(view.queries)
+        return WRITE_INDEX.capturable(x, self.index, rotation, keys, view.slots_N) and SELECT_TOKENS.capturable(
+            x, self.index, rotation, keys, view, counts, 1
+        )
 
     def _probe_counts(self, view: CacheView, counts: Counts | None, sequences: list[int]) -> Counts:
         """Tokens to select for the probed sequences: as many as the step reads of each sequence, else of the probed
