@@ -7,11 +7,13 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution import latent_prompts
 from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.modeling.latent_attention_mla import LatentAttention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it needs the simulated device")
 # Windows, sinks and norms of keys are those of families.
 CASES = [("llama", "latent_rope", {}), ("llama", "latent", {"bits": 6}), ("gpt_oss", "latent_rope", {}),
-         ("qwen3", "latent", {})]  # fmt: skip
+         ("qwen3", "latent", {}), ("llama", "latent", {"topk": 24}), ("llama", "coded", {"topk": 24}),
+         ("llama", "latent_rope", {"topk": 24})]  # fmt: skip
 
 
 def answers(model, device):
@@ -39,9 +41,22 @@ def answers(model, device):
 
 
 @pytest.mark.parametrize(("family", "layout", "options"), CASES)
-def test_prompts_on_a_gpu(family, layout, options, converted, request, monkeypatch):
-    model = converted(family, layout, **options)
-    expected = answers(model, "cpu")
+def test_prompts_on_a_gpu(family, layout, options, converted, sparse, request, monkeypatch):
+    """Sparse layers read the whole prompt in its steps, and a selection in those of answers beside it."""
+    model = (sparse if "topk" in options else converted)(family, layout, **options)
+    up_projections = LatentAttention.up_projections
+
+    def rounded(layer):
+        """Weights as the kernels multiply integers with them."""
+        w_uk, *others = up_projections(layer)
+        if layer.coded is not None and not layer.rope_dim:
+            scales = w_uk.abs().amax(-1, keepdim=True) / 127
+            w_uk = (w_uk / scales).round() * scales
+        return w_uk, *others
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LatentAttention, "up_projections", rounded)
+        expected = answers(model, "cpu")
     request.getfixturevalue("cuda")
     # One KV head and one block at a time.
     monkeypatch.setattr(latent_prompts, "WORKSPACE", 1)
