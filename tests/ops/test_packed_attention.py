@@ -15,6 +15,8 @@ from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats.int4 import Int4
 from mlaforge.ops.row_formats.int8 import Int8
 from mlaforge.ops.row_formats.plain import Plain
+from mlaforge.runtime import UserError
+from support.paged_steps import needs_triton
 
 CPU = torch.device("cpu")
 H, G, D, SIZE, BLOCKS = 4, 2, 8, 32, 12
@@ -66,6 +68,26 @@ def test_packed_attention_equals_attention_over_decoded_rows(form, dtype):
         assert all(map(torch.equal, expected, actual))
         tolerance = dict(zip(("atol", "rtol"), TOLERANCES[dtype] if isinstance(form, Int8) else (0, 0), strict=True))
         torch.testing.assert_close(again, actual, **tolerance)
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the rows are on the CPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_int8_rows_in_triton(dtype, sinks):
+    q, rows, view, _ = problem(Int8((D,) * 2 * G), dtype)
+    sinks_H = torch.linspace(-2.0, 2.0, H).to(dtype) if sinks else None
+    actual, expected = (
+        op.packed_attention(q, rows, view, 0.3, sinks_H, implementation=name) for name in ("triton", "reference")
+    )
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, atol=5e-3, rtol=5e-3)
+
+
+def test_triton_rejects_blocks_of_int4():
+    q, rows, view, _ = problem(Int4(G, D), torch.float32)
+    with pytest.raises(UserError, match="it reads int8 rows of one scale per head, not int4"):
+        op.packed_attention(q, rows, view, 0.3, implementation="triton")
 
 
 @pytest.mark.skipif(kernels() is None, reason="there is nothing to be compared")

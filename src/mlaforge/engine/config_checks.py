@@ -67,7 +67,10 @@ def _check_cache_dtype(cache_dtype: str, device: torch.device) -> None:
         return
     reason = gpu_properties(device).why_no_fp8()
     if not readable:
-        raise UserError(f"kv_cache_dtype {cache_dtype} is for CPUs; use {'bf16' if reason else 'fp8'} on this GPU")
+        raise UserError(
+            f"kv_cache_dtype {cache_dtype} is for CPUs, because tokens of a block share scales, and kernels of GPUs "
+            "read rows one by one; use int8 on this GPU"
+        )
     if reason:
         raise UserError(f"kv_cache_dtype fp8: {reason}; use bf16")
 

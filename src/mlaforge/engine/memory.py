@@ -24,6 +24,8 @@ from mlaforge.engine.speculation.eagle3 import head_cache, head_format
 from mlaforge.engine.speculation.sparse_view import sparse_view_format
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops import native
+from mlaforge.ops.row_formats.int8 import Int8
+from mlaforge.runtime import UserError
 
 # Formats with less memory, the one with the least loss of quality first.
 SMALLER_FORMATS = {"cpu": ("bfloat16", "int8", "int4"), "cuda": ("bfloat16",)}
@@ -41,6 +43,8 @@ def cache_layout(
     assert block_size is not None and fraction is not None and max_step is not None
     cache_keys = model.device.type == "cpu" and model.dtype == torch.bfloat16 and native.is_available()
     layers, windows = layer_caches(model.spec, model.config, model.dtype, config.kv_cache_dtype, cache_keys)
+    if model.device.type == "cuda" and any(layer.kind != "gqa" and isinstance(layer.format, Int8) for layer in layers):
+        raise UserError("kv_cache_dtype int8 is for grouped-query layers on a GPU, not for latents; use auto or fp8")
     if head is not None:
         layers.append(head_cache(head.config, len(windows), model.dtype))
         windows.append(head.config.sliding_window)

@@ -13,37 +13,42 @@ from torch import Tensor
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import Op
 from mlaforge.ops.native import kernel, supports_bfloat16
-from mlaforge.ops.paged_attention import paged_attention
+from mlaforge.ops.paged_attention import apply_sinks, paged_attention
 from mlaforge.ops.paged_rows import PagedRows, native_rows, native_supports
 
 
 def packed_attention(
-    q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float, implementation: str | None = None
-) -> tuple[Tensor, Tensor]:
+    q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float, sinks_H: Tensor | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As ops.paged_attention, which attends where rows are read in place; a row is the keys of all heads, then their
     values, D elements each."""
     if rows.direct:
         k_LGD, v_LGD = rows.packed.view(len(rows.packed), 2, -1, q_NHD.shape[2]).unbind(1)
-        return paged_attention(q_NHD, k_LGD, v_LGD, view, scale, implementation=implementation)
-    out, lse = OP(q_NHD, rows, view, scale, implementation=implementation)
+        return paged_attention(q_NHD, k_LGD, v_LGD, view, scale, sinks_H, implementation=implementation)
+    out, lse = OP(q_NHD, rows, view, scale, sinks_H, implementation=implementation)
     return out, lse
 
 
-def reference(q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
+def reference(
+    q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Decode all rows that the step reads."""
     rows_LW, gathered = rows.decode(view)
     k_LGD, v_LGD = rows_LW.view(len(rows_LW), 2, -1, q_NHD.shape[2]).unbind(1)
-    return paged_attention(q_NHD, k_LGD, v_LGD, gathered, scale)
+    return paged_attention(q_NHD, k_LGD, v_LGD, gathered, scale, sinks_H)
 
 
-def _native(q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float) -> tuple[Tensor, Tensor]:
+def _native(
+    q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     D = q_NHD.shape[2]
     G = rows.format.width // (2 * D)
     table, window = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1), view.window or 0
     out, lse = kernel("decode")(
         q_NHD, *native_rows(rows), G, D, G * D, *table, view.block_size, window, scale, view.tree_Tn
     )
-    return out, lse
+    return apply_sinks(out, lse, sinks_H), lse
 
 
 def _native_supports(q_NHD: Tensor, rows: PagedRows, *others: Any) -> Literal[True] | str:
@@ -54,3 +59,4 @@ def _native_supports(q_NHD: Tensor, rows: PagedRows, *others: Any) -> Literal[Tr
 # Kernels multiply int8 codes as integers, with queries in 8 bits where tiles do.
 OP = Op("packed_attention", reference, tolerance=(3e-2, 3e-2))
 OP.register_native(_native_supports, _native)
+OP.register_triton("paged_attention_triton", "attend_int8", "int8_supports")

@@ -41,6 +41,8 @@ from mlaforge.ops.attention_program_triton import (
 from mlaforge.ops.attention_tiles import choose_splits, cut, tile_sizes
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import KIB, GpuProperties, gpu_properties
+from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.row_formats.int8 import Int8
 from mlaforge.ops.work_list import MOST_PIECES, work_list
 
 # Sequences per step of the search for a tile's sequence. Passed to launches, because compiled kernels read no globals.
@@ -57,17 +59,18 @@ LISTED_QUERIES = 9
 )
 def attend_kernel(
     q, k, v, out, lse, parts, part_lse, sinks, table, seq_lens, firsts, query_start, work, tree, scale_log2,
-    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, num_sequences, tiles, nodes,
+    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, num_sequences, tiles, nodes, scales, scales_row,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V0: tl.constexpr,
     V1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEARCHED: tl.constexpr, PRECISION: tl.constexpr,
-    SINKS: tl.constexpr, LISTED: tl.constexpr, NODES: tl.constexpr,
+    SINKS: tl.constexpr, LISTED: tl.constexpr, NODES: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, KV heads, splits), or, if LISTED, (entries of the list `work`, KV heads, tiles of a sequence, whose
     tokens are `tiles` at most). Contiguous outputs: out [N, H, V], with the SINKS [H] applied, and lse [N, H]; of
     several splits fp32 parts [N, H, splits, V] and part_lse, without sinks. Listed parts are [partial result, `tiles`
     tokens, H]. Strides count UNIT elements. 0: no WINDOW or piece. V_IN_K: D0 and D1 are V's too. NODES > 0: the
-    last `nodes` rows are a tree, `tree` [T, nodes] as in CacheView."""
+    last `nodes` rows are a tree, `tree` [T, nodes] as in CacheView. INT8: `scales` of a slot
+    are of the keys of all heads, then of the values."""
     g = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1) * GROUP
     s, tile, final = program(work, tiles, query_start, num_sequences, GROUP, BLOCK_M, SEARCHED, LISTED)
@@ -118,8 +121,13 @@ def attend_kernel(
             k2 = columns(k_rows, live, V, D2, D).to(q.dtype.element_ty)
             scores = tl.dot(q2, tl.trans(k2), scores, input_precision=PRECISION)
         seen = visible(p, live, position, tree, token, real, before, nodes, WINDOW, NODES)
+        if INT8:
+            scale = scales + slot * scales_row + g
+            scores *= tl.load(scale, mask=live, other=0.0).to(tl.float32)[None, :]
         scores = tl.where(seen, scores * scale_log2, float("-inf"))
         weights, fade, peak, total = softmax_step(scores, peak, total)
+        if INT8:
+            weights *= tl.load(scale + tl.num_programs(1), mask=live, other=0.0).to(tl.float32)[None, :]
         weights = weights.to(q.dtype.element_ty)
         if V_IN_K:
             v0 = k0
@@ -246,10 +254,11 @@ class Launch:
 
 def make_launch(
     q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, splits: int | None = None,
-    gpu: GpuProperties | None = None, sinks_H: Tensor | None = None,
+    gpu: GpuProperties | None = None, sinks_H: Tensor | None = None, scales_LX: Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """Prepare a launch from shapes, strides and the view's host values. Allocates `out` [N, H, V], `lse` [N, H] and, if
-    there may be several splits, their results. splits: of every tile, instead of a list.
+    there may be several splits, their results. splits: of every tile, instead of a list. scales_LX [L, 2 G]: of int8
+    keys and values.
 
     `gpu` is the GPU to compile for, if not the tensors' device.
     """
@@ -305,7 +314,9 @@ def make_launch(
         "GROUP": group, "WINDOW": view.window or 0, "BLOCK_SIZE": view.block_size, "V_IN_K": v_in_k, "D": D, "D0": D0,
         "D1": D1, "D2": D2, "V": V, "V0": V0, "V1": V1, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "SEARCHED": SEARCHED,
         "PRECISION": "ieee" if q_NHD.dtype == torch.float32 else "tf32", "SINKS": sinks_H is not None,
-        "LISTED": listed is not None,
+        "LISTED": listed is not None, "INT8": scales_LX is not None,
+        "scales": lse if scales_LX is None else scales_LX,
+        "scales_row": 0 if scales_LX is None else scales_LX.stride(0),
         "NODES": 0 if tree_Tn is None else max(64, triton.next_power_of_2(tree_Tn.shape[1])),
     }  # fmt: skip
     return Launch(grid, arguments, {"num_warps": num_warps, "num_stages": num_stages}, most)
@@ -317,6 +328,36 @@ def attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """ops.paged_attention; `splits` overrides the number of parts into which each tile's positions are cut."""
     return run(make_launch(q_NHD, k_LGD, v_LGV, view, scale, splits, sinks_H=sinks_H))
+
+
+def attend_int8(
+    q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """ops.packed_attention of int8 rows: codes are products' factors, scales those of logits and weights."""
+    return run(int8_launch(q_NHD, rows, view, scale, sinks_H))
+
+
+def int8_launch(
+    q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float, sinks_H: Tensor | None = None,
+    gpu: GpuProperties | None = None,
+) -> Launch:  # fmt: skip
+    """Prepare a launch over int8 rows, as make_launch."""
+    codes, scales = rows.format.parts
+    k_LGD, v_LGD = rows.packed[:, codes.range].view(torch.int8).unflatten(1, (2, -1, q_NHD.shape[2])).unbind(1)
+    scales_LX = rows.packed.view(torch.bfloat16)[:, scales.offset // 2 :][:, : 2 * k_LGD.shape[1]]
+    return make_launch(q_NHD, k_LGD, v_LGD, view, scale, gpu=gpu, sinks_H=sinks_H, scales_LX=scales_LX)
+
+
+def int8_supports(q_NHD: Tensor, rows: PagedRows, view: CacheView, *others: Any) -> Literal[True] | str:
+    """Return True, or the reason why the kernel cannot run on these."""
+    D = q_NHD.shape[2]
+    if not isinstance(rows.format, Int8) or {*rows.format.group_sizes} != {D} or D % 2:
+        return f"it reads int8 rows of one scale per head, not {rows.format.name}"
+    if INTERPRETED and q_NHD.dtype == torch.bfloat16:
+        return "Triton's interpreter computes wrong bfloat16 products"
+    if view.tree_Tn is not None and not view.tree_Tn.is_contiguous():
+        return "the tree must be contiguous"
+    return True if q_NHD.stride(2) == 1 else "rows must be contiguous"
 
 
 def run(launch: Launch) -> tuple[Tensor, Tensor]:

@@ -247,8 +247,8 @@ def select_kernel(
     COUNTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences,): the tokens of a sequence with the best scores [S, width], the last ones of equals: slots and
-    positions [S, most], ascending, then 0. Their number is counts[s] if COUNTS, otherwise at most `limit`. Scores are not negative, so they are ordered as their bits, of
-    which 11, 11 and 9 are found at a time."""
+    positions [S, most], ascending, then 0. Their number is counts[s] if COUNTS, otherwise at most `limit`. Scores are
+    not negative, so they are ordered as their bits, of which 11, 11 and 9 are found at a time."""
     s = tl.program_id(0).to(tl.int64)
     length = tl.load(seq_lens + s)
     count = tl.minimum(limit, length)
@@ -374,7 +374,8 @@ def select_launch(scores_SL: Tensor, counts: Sequence[int], view: CacheView, mos
     return {
         "scores": scores_SL, "counts": counts_S, "table": view.block_table_SB, "seq_lens": view.seq_lens_S,
         "slots": slots, "positions": positions, "table_row": view.block_table_SB.stride(0),
-        "width": scores_SL.shape[1], "most": most, "limit": limit, "COUNTS": not equal, "BLOCK_SIZE": view.block_size, "BLOCK_L": BLOCK_L,
+        "width": scores_SL.shape[1], "most": most, "limit": limit, "COUNTS": not equal,
+        "BLOCK_SIZE": view.block_size, "BLOCK_L": BLOCK_L,
     }  # fmt: skip
 
 

@@ -242,12 +242,16 @@ def on_a_gpu(monkeypatch, *capability):
     monkeypatch.setattr("mlaforge.engine.config_checks.gpu_properties", lambda device: gpu)
 
 
-@pytest.mark.parametrize("stored", ["int8", "int4"])
-@pytest.mark.parametrize(("capability", "right"), [((9, 0), "fp8"), ((8, 0), "bf16")])
-def test_rejects_integer_rows_on_gpus(stored, capability, right, tiny_models, monkeypatch):
-    on_a_gpu(monkeypatch, *capability)
-    message = f"kv_cache_dtype {stored} is for CPUs; use {right} on this GPU"
-    refused(tiny_models["llama"], message, kv_cache_dtype=stored)
+def test_rejects_blocks_of_int4_on_gpus(tiny_models, monkeypatch):
+    on_a_gpu(monkeypatch, 9, 0)
+    message = "kv_cache_dtype int4 is for CPUs, because .*; use int8 on this GPU"
+    refused(tiny_models["llama"], message, kv_cache_dtype="int4")
+
+
+def test_rejects_int8_latents_on_gpus(converted, cuda):
+    message = "kv_cache_dtype int8 is for grouped-query layers on a GPU, not for latents; use auto or fp8"
+    with pytest.raises(UserError, match=f"^{message}$"):
+        Engine(converted("llama", "latent_rope"), EngineConfig(device="cuda", kv_cache_dtype="int8"))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6)])

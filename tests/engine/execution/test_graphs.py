@@ -299,7 +299,11 @@ def test_captures_once_per_bucket_and_copies_inputs():
     # A graph belongs to one state; a former state finds its graph again.
     for state in ("other", None, "other"):
         assert torch.equal(graphs(batch, state)[:, 0], batch.token_ids_N)
-    assert (len(checked), capture.captures, graphs.captured.count(Bucket(2, 2, 256, (64, 4), selecting=True))) == (5, captures + 1, 2)
+    assert (len(checked), capture.captures, graphs.captured.count(Bucket(2, 2, 256, (64, 4), selecting=True))) == (
+        5,
+        captures + 1,
+        2,
+    )
 
 
 @pytest.mark.usefixtures("roomy")
@@ -347,10 +351,12 @@ COUNT, LENGTHS = (64, (5, 17, 40, 9, 9)) if torch.cuda.is_available() else (3, (
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("name", ["llama", "latent_rope", "latent", *WHOLE, pytest.param("packed", marks=SLOW)])
+@pytest.mark.parametrize("name", ["llama", "int8", "latent_rope", "latent", *WHOLE, pytest.param("packed", marks=SLOW)])
 def test_graph_tokens_equal_eager_tokens(models, name):
     prompts = prompts_of(*LENGTHS)
     options = {"device": "cuda", "max_model_len": 256, "cache_bytes": 2**22}
+    if name == "int8":
+        name, options["kv_cache_dtype"] = "llama", "int8"
     engine, plain = make_engine(models[name], **options), make_engine(models[name], **options)
     plain.runner.graphs = None
     assert tokens(engine, prompts, COUNT) == tokens(plain, prompts, COUNT)

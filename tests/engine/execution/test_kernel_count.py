@@ -11,7 +11,17 @@ from support.tiny_models import save_packed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it needs the simulated device")
 # Model -> most kernels of a layer.
-MOST = {"llama": 10, "qwen3": 10, "gpt_oss": 13, "latent_rope": 12, "fp8": 10, "sparse": 15, "coded": 13, "sparse coded": 18}
+MOST = {
+    "llama": 10,
+    "qwen3": 10,
+    "gpt_oss": 13,
+    "latent_rope": 12,
+    "fp8": 10,
+    "int8": 10,
+    "sparse": 15,
+    "coded": 13,
+    "sparse coded": 18,
+}
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +29,7 @@ def models(tiny_models, converted, sparse, tmp_path_factory):
     packed = save_packed(tiny_models["gpt_oss"], tmp_path_factory.mktemp("kernels") / "packed")
     return {
         **tiny_models, "gpt_oss": packed, "fp8": tiny_models["llama"],
+        "int8": tiny_models["llama"],
         "latent_rope": converted("llama", "latent_rope"), "sparse": sparse("llama", "gqa"),
         "coded": converted("llama", "latent", bits=6), "sparse coded": sparse("llama", "coded"),
     }  # fmt: skip
@@ -36,7 +47,7 @@ def test_kernels_of_a_layer(name, models, cuda, monkeypatch):
         return outputs
 
     monkeypatch.setattr(execution.Layer, "deferred", counted)
-    options = {"kv_cache_dtype": "fp8"} if name == "fp8" else {}
+    options = {"kv_cache_dtype": name} if name in ("fp8", "int8") else {}
     config = EngineConfig(
         device="cuda", dtype="float32", cache_bytes=1 << 22, block_size=16, max_model_len=1024, **options
     )

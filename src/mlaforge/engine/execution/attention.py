@@ -155,16 +155,19 @@ class PagedGroupedQueryAttention:
             out: Tensor = self.attend(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling, self.sinks)[0]
             return out
         else:
-            out_NHD, lse_NH = self.attend(q_NHD, self.rows, view, self.scaling)
+            packed: Tensor = self.attend(q_NHD, self.rows, view, self.scaling, self.sinks)[0]
+            return packed
         return apply_sinks(out_NHD, lse_NH, self.sinks)
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can capture a step of this layer."""
-        if self.k_LGD is None or self.v_LGD is None:
-            return False
         if self.sparse is not None and not self.sparse.capturable(view):
             return False
-        q_NHD = self.k_LGD.new_empty(0, self.num_heads, self.head_dim, dtype=self.rows.dtype)
+        q_NHD = self.rows.packed.new_empty(0, self.num_heads, self.head_dim, dtype=self.rows.dtype)
+        if self.k_LGD is None or self.v_LGD is None:
+            rotation = q_NHD.new_empty(0, 1, self.head_dim // 2, dtype=torch.complex64)
+            stored = ROPE_AND_STORE.capturable(q_NHD[:, 0], rotation, self.rows, view.slots_N, 0, self.head_dim)
+            return stored and PACKED_ATTENTION.capturable(q_NHD, self.rows, view, self.scaling)
         return capturable(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling)
 
 

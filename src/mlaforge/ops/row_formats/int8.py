@@ -24,6 +24,7 @@ class Int8(RowFormat):
 
     id: ClassVar = 1
     names: ClassVar = ("int8",)
+    devices: ClassVar = ("cpu", "cuda")
 
     @classmethod
     def make(cls, name: str, group_sizes: tuple[int, ...], counts: tuple[int, ...]) -> Self:
