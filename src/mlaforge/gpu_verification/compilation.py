@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import subprocess
@@ -122,7 +123,7 @@ WIDE = r"\.128|\.256|^U"
 
 def binary_report(cubin: bytes) -> dict[str, Any]:
     """Return registers and spilled bytes per thread of a binary, and counts of the machine instructions of the whole
-    kernel and of its largest innermost loop: all, by CLASSES, and loads from global memory of 16 bytes or more."""
+    kernel and of its main loop: all, by CLASSES, and loads from global memory of 16 bytes or more."""
     from triton import knobs
 
     def output(*command: str) -> str:
@@ -140,7 +141,8 @@ def binary_report(cubin: bytes) -> dict[str, Any]:
 
 
 def disassembled(text: str) -> tuple[list[str], list[str]]:
-    """Return nvdisasm's instructions of a kernel, without predicates, and those of its largest innermost loop."""
+    """Return nvdisasm's instructions of a kernel, without predicates, and those of the innermost loop with the most
+    products, the largest one of equals."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     loops: list[tuple[int, int]] = []
@@ -155,8 +157,21 @@ def disassembled(text: str) -> tuple[list[str], list[str]]:
     innermost = [
         (a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
     ]  # fmt: skip
-    begin, end = max(innermost, key=lambda loop: loop[1] - loop[0], default=(0, 0))
+    begin, end = max(
+        innermost, key=lambda loop: (products(instructions[slice(*loop)]), loop[1] - loop[0]), default=(0, 0)
+    )
     return instructions, instructions[begin:end]
+
+
+def products(instructions: list[str]) -> int:
+    """Return the multiplications of instructions for tensor cores whose names have shapes: 64x128x16, or 16816."""
+    total = 0
+    for text in instructions:
+        if shape := re.match(r"[A-Z]GMMA\S*?\.(\d+)x(\d+)x(\d+)", text):
+            total += math.prod(map(int, shape.groups()))
+        elif shape := re.match(r"[A-Z]MMA\S*?\.(16)(8)(\d+)", text):
+            total += math.prod(map(int, shape.groups()))
+    return total
 
 
 def count(instructions: list[str]) -> dict[str, int]:

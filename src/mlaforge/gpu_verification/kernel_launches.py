@@ -16,6 +16,8 @@ import torch
 from mlaforge.ops import absorbed_latents_triton as latents
 from mlaforge.ops import coded_rows_triton as coded
 from mlaforge.ops import elementwise_triton as elementwise
+from mlaforge.ops import integer_rows_triton as integers
+from mlaforge.ops import latent_attention_triton as latent
 from mlaforge.ops import mxfp4_experts_triton as experts
 from mlaforge.ops import paged_attention_triton as attention
 from mlaforge.ops import rope_and_store_triton as rope
@@ -23,8 +25,11 @@ from mlaforge.ops import token_selection_triton as selection
 from mlaforge.ops.absorbed_latents import AbsorbedWeights
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties
+from mlaforge.ops.integer_rows import integer_columns
+from mlaforge.ops.latent_weights_gpu import GpuLatentWeights
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats.coded import Coded
+from mlaforge.ops.row_formats.int8 import Int8
 from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import TokenIndex
 
@@ -99,6 +104,20 @@ def attend(name: str, dtype: torch.dtype, rows: torch.dtype, gpu: GpuProperties)
     # The masks of a tree need more registers.
     spilled = (SPILLED_WIDE if abs(ATTENTION[name][3]) > 256 else SPILLED) * (1 + name.endswith("tree"))
     return KernelLaunch(attention.attend_kernel, launch.arguments, launch.options, tile, spilled)
+
+
+def attend_int8(name: str, gpu: GpuProperties) -> KernelLaunch:
+    """Attention kernel over int8 rows with a shape of ATTENTION."""
+    H, G, D, _, T = ATTENTION[name]
+    rows = PagedRows.empty(Int8((D,) * 2 * G), 32, torch.bfloat16, torch.device("cpu"))
+    zeros = torch.zeros(9, dtype=torch.int32)
+    view = CacheView(
+        torch.zeros(8, 512, dtype=torch.int32), zeros[:8], zeros[:8], zeros, zeros.long(), 16, T, 8192,
+        lengths=(8192,) * 8,
+    )  # fmt: skip
+    launch = attention.int8_launch(torch.empty(8 * T, H, D, dtype=torch.bfloat16), rows, view, 0.1, None, gpu)
+    tile = launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]
+    return KernelLaunch(attention.attend_kernel, launch.arguments, launch.options, tile)
 
 
 def merge(name: str, gpu: GpuProperties) -> KernelLaunch:
@@ -217,6 +236,76 @@ def unpack(counts: tuple[int, ...], rope_dim: int, gpu: GpuProperties) -> Kernel
     return KernelLaunch(coded.unpack_kernel, coded.make_launch(rows, format, units)[1], {"num_warps": 4})
 
 
+# Name -> query heads, KV heads, head width, rank or counts of the code, dtype of plain rows, query tokens, sequences, rows
+# that each reads, whether they are a selection.
+CODED_832 = (832, 832, 832, 640, 448, 256, 128, 96, 32)
+LATENT: dict[str, tuple[int, int, int, int | tuple[int, ...], torch.dtype | None, int, int, int, bool]] = {
+    "latent 832": (64, 8, 64, 832, torch.bfloat16, 1, 8, 32768, False),
+    "latent 832 fp8 rows": (64, 8, 64, 832, torch.float8_e4m3fn, 1, 8, 32768, False),
+    "latent coded": (64, 8, 64, CODED_832, None, 1, 8, 32768, False),
+    "latent coded verify": (64, 8, 64, CODED_832, None, 4, 8, 32768, False),
+    "latent coded tree": (64, 8, 64, CODED_832, None, 17, 1, 32768, False),
+    "latent coded sparse": (64, 8, 64, CODED_832, None, 1, 64, 1024, True),
+    "latent coded sparse, 1 sequence": (64, 8, 64, CODED_832, None, 1, 1, 1024, True),
+    "latent coded 128": (32, 8, 128, (1024, 1024, 1024, 1024, 512, 256, 128), None, 1, 8, 32768, False),
+    "latent small": (9, 3, 64, 192, torch.bfloat16, 1, 8, 8192, False),
+}
+
+
+def latent_launches(name: str, gpu: GpuProperties) -> latent.Launches:
+    """Launches of attention with a shape of LATENT. Tensors of the real sizes are meta tensors."""
+    H, G, D, code, dtype, T, S, P, selected = LATENT[name]
+    counts = code if isinstance(code, tuple) else None
+    R = counts[0] if counts else int(str(code))
+    with torch.device("meta"):
+        columns = integer_columns(counts) if counts else None
+        K = columns.width if columns else R
+        w_uk = torch.empty(G, D, K, dtype=torch.int8 if counts else torch.bfloat16)
+        bias, norm = torch.empty(G, D), None
+        weights = GpuLatentWeights(
+            w_uk, torch.empty(G, D, K, dtype=torch.float16 if counts else torch.bfloat16), bias, bias, bias, bias,
+            None, norm, norm, 0.0, bias if counts else None, columns,
+        )  # fmt: skip
+        format = Coded(counts) if counts else Plain(R, str(dtype).removeprefix("torch."))
+        rows = PagedRows(
+            format,
+            torch.empty(64, format.unit_bytes // (1 if counts else format.torch_dtype.itemsize)).to(
+                torch.uint8 if counts else dtype
+            ),
+            torch.bfloat16,
+        )
+        zeros, tree = torch.zeros(S + 1, dtype=torch.int32), T > 9
+        view = CacheView(
+            torch.zeros(S, P, dtype=torch.int32), zeros[:S], zeros[:S], zeros, zeros.long(), 1 if selected else 16, T, P,
+            queries=(T,) * S, positions_SK=torch.zeros(S, P, dtype=torch.int32) if selected else None,
+            tree_Tn=torch.zeros(T, T, dtype=torch.int32) if tree else None,
+        )  # fmt: skip
+        q = torch.empty(S * T, H * D + R, dtype=torch.bfloat16)
+        results = torch.empty(S * T, H, K, dtype=torch.float16 if counts else torch.bfloat16), torch.empty(S * T, H)
+        tables = torch.empty(P, D // 2), torch.empty(P, D // 2)
+        return latent.make_launches(q, tables, weights, rows, view, slice(0, S), results, 0.1, gpu)
+
+
+def latent_part(name: str, part: str, gpu: GpuProperties) -> KernelLaunch:
+    """Kernel `integers`, `logits` or `sum` with a shape of LATENT."""
+    launches = latent_launches(name, gpu)
+    if part == "integers":
+        assert launches.integers is not None
+        return KernelLaunch(integers.integers_kernel, launches.integers[1], {"num_warps": 4})
+    kernel, launch = {
+        "logits": (latent.logits_kernel, launches.logits), "sum": (latent.latent_sum_kernel, launches.sum)
+    }[part]  # fmt: skip
+    return KernelLaunch(kernel, launch[1], launch[2])
+
+
+def pack(counts: tuple[int, ...], gpu: GpuProperties) -> KernelLaunch:
+    """Writing of coded rows."""
+    format, units = Coded(counts), torch.empty(1, dtype=torch.int64)
+    rows = torch.empty(1, format.unit_bytes, dtype=torch.uint8)
+    x = torch.empty(1, counts[0], dtype=torch.bfloat16)
+    return KernelLaunch(coded.pack_kernel, coded.pack_launch(x, format, rows, units)[1], {"num_warps": 4})
+
+
 def routing(shape: str, N: int, gpu: GpuProperties) -> KernelLaunch:
     """Routing of N tokens with a shape of EXPERTS."""
     E, K, *_ = EXPERTS[shape]
@@ -249,6 +338,11 @@ def _launches() -> dict[str, Callable[[GpuProperties], KernelLaunch]]:
     }  # fmt: skip
     table["unpack coded rows"] = functools.partial(unpack, (512, 512, 512, 448, 256, 128, 64, 32), 0)
     table["unpack coded rows, rotary"] = functools.partial(unpack, (448, 448, 320, 192, 64), 64)
+    table["pack coded rows"] = functools.partial(pack, CODED_832)
+    table["gqa-64 int8 rows"] = functools.partial(attend_int8, "gqa-64")
+    for name, (*_, dtype, _, _, _, _) in LATENT.items():
+        for part in ("logits", "sum", *(("integers",) if dtype is None else ())):
+            table[f"{name} {part}"] = functools.partial(latent_part, name, part)
     for tokens in (1, 64):
         table[f"absorb 512-64, {tokens} tokens"] = functools.partial(absorbed, "absorb", tokens)
         table[f"up-project 512, {tokens} tokens"] = functools.partial(absorbed, "up-project", tokens)

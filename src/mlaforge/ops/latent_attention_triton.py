@@ -26,8 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlaforge.modeling.coded_layout_mla import round_up
 from mlaforge.ops.absorbed_latents_triton import up_project_kernel, up_project_launch
-from mlaforge.ops.attention_program_triton import distances, put, slots_of, softmax_step
+from mlaforge.ops.attention_program_triton import distances, finite, put, slots_of
 from mlaforge.ops.attention_tiles import OVERHEAD, choose_splits
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties, gpu_properties
@@ -97,16 +98,16 @@ def _rotated(a, b, cos, sin, at, mask):
     do_not_specialize_on_alignment=["table", "seq_lens", "firsts", "query_start"],
 )
 def logits_kernel(
-    q, rows, w_uk, scales, bias, q_norm, k_norm, cos, sin, out, table, seq_lens, firsts, query_start, positions, tree,
-    scale_log2, eps, q_row, row_stride, w_head, w_row, table_row, most, nodes,
+    q, rows, w_uk, scales, bias, q_norm, k_norm, cos, sin, weights, peaks, totals, table, seq_lens, firsts, query_start, positions, tree,
+    scale_log2, eps, q_row, row_stride, weights_row, w_head, w_row, table_row, most, nodes,
     tokens_before,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr,
     INTEGERS: tl.constexpr, NORMS: tl.constexpr, SELECTED: tl.constexpr, WINDOW: tl.constexpr, NODES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (groups of HEADS KV heads, tiles of BLOCK_N rows, S): base-2 logits to out [N, H, most], -inf where a token
-    does not see a row. INTEGERS: row i of sequence s is rows[s * most + i], otherwise at its slot. SELECTED:
+    """Grid (groups of HEADS KV heads, tiles of BLOCK_N rows, S): the softmax of each tile to weights [N, H, most], 2 to
+    the power of logits less the tile's peak, to peaks [N, H, tiles] this peak, and to totals the sum. INTEGERS: row i of sequence s is rows[s * most + i], otherwise at its slot. SELECTED:
     positions [S, most] of the rows. cos and sin [positions, D / 2]."""
     s, g0 = tl.program_id(2), tl.program_id(0) * HEADS
     begin, T, low, count = _range(seq_lens, firsts, query_start, s, tokens_before, nodes, WINDOW, NODES)
@@ -131,7 +132,7 @@ def logits_kernel(
         )
         lower, upper = lower * 256, upper * 256
     lower, upper = _product(
-        lower, upper, row, live, weight, inside, w_row, D // 2, WIDE, WIDTH, WIDTH, BLOCK_K, PRECISION
+        lower, upper, row, live, weight, inside, w_row, D // 2, WIDE, w_row, WIDTH, BLOCK_K, PRECISION
     )
     a, b, output = lower.to(tl.float32), upper.to(tl.float32), g * D + pair
     if INTEGERS:
@@ -154,9 +155,14 @@ def logits_kernel(
         node = tl.arange(0, NODES)
         depth = tl.max(distances(tree, i - before, live & (i >= before), node, node < nodes, nodes), 1)
         at = tl.where(i >= before, text + before + depth, at)
-    place = at[:, None] * (D // 2) + pair[None, :]
-    a, b = _rotated(a, b, cos, sin, place, live[:, None] & inside[None, :])
-    a, b = a.to(q.dtype.element_ty), b.to(q.dtype.element_ty)
+    # All heads are rotated alike.
+    p = tl.arange(0, BLOCK_P)
+    place, mask = at[:, None] * (D // 2) + p[None, :], live[:, None] & (p < D // 2)[None, :]
+    c = tl.load(cos + place, mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    d = tl.load(sin + place, mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    a, b = tl.reshape(a, [BLOCK_N, HEADS, BLOCK_P]), tl.reshape(b, [BLOCK_N, HEADS, BLOCK_P])
+    x, y = (a * c - b * d).to(q.dtype.element_ty), (b * c + a * d).to(q.dtype.element_ty)
+    a, b = tl.reshape(x, [BLOCK_N, HEADS * BLOCK_P]), tl.reshape(y, [BLOCK_N, HEADS * BLOCK_P])
 
     j = tl.arange(0, HEADS * BLOCK_J)
     head = g0 + j // BLOCK_J
@@ -165,13 +171,13 @@ def logits_kernel(
     same = (g[:, None] == head[None, :]) & inside[:, None] & real[None, :]
     for t in range(T):
         n = (begin + t).to(tl.int64)
-        place = n * q_row + h[None, :] * D + pair[:, None]
-        x = tl.load(q + place, mask=same, other=0.0).to(tl.float32)
-        y = tl.load(q + place + D // 2, mask=same, other=0.0).to(tl.float32)
+        query = q + n * q_row + h[None, :] * D + pair[:, None]
+        u = tl.load(query, mask=same, other=0.0).to(tl.float32)
+        v = tl.load(query + D // 2, mask=same, other=0.0).to(tl.float32)
         if NORMS:
-            factor = tl.rsqrt(tl.sum(x * x + y * y, 0) / D + eps)[None, :]
-            x *= factor * tl.load(q_norm + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
-            y *= factor * tl.load(q_norm + pair + D // 2, mask=inside, other=0.0).to(tl.float32)[:, None]
+            norm = tl.rsqrt(tl.sum(u * u + v * v, 0) / D + eps)[None, :]
+            u *= norm * tl.load(q_norm + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
+            v *= norm * tl.load(q_norm + pair + D // 2, mask=inside, other=0.0).to(tl.float32)[:, None]
         last = count - T + t
         if SELECTED:
             own = tl.load(positions + s.to(tl.int64) * most + tl.maximum(last, 0))
@@ -189,33 +195,62 @@ def logits_kernel(
             if NODES > 0:
                 near = tl.where(i >= before, path < WINDOW, near)
             seen = seen & near
-        x, y = _rotated(x, y, cos, sin, own * (D // 2) + pair[:, None] + 0 * h[None, :], same)
-        logits = tl.dot(a, x.to(a.dtype), input_precision=PRECISION)
-        logits = tl.dot(b, y.to(a.dtype), logits, input_precision=PRECISION)
-        logits = tl.where(seen[:, None], logits * scale_log2, float("-inf"))
-        to = out + (n * (G * GROUP) + h)[None, :] * most + i[:, None]
-        tl.store(to, logits, mask=live[:, None] & real[None, :])
+        u, v = _rotated(u, v, cos, sin, own * (D // 2) + pair[:, None] + 0 * h[None, :], same)
+        logits = tl.dot(a, u.to(a.dtype), input_precision=PRECISION)
+        logits = tl.dot(b, v.to(a.dtype), logits, input_precision=PRECISION)
+        logits = tl.where((seen & live)[:, None], logits * scale_log2, float("-inf"))
+        peak = tl.max(logits, 0)
+        share = tl.exp2(logits - finite(peak)[None, :])
+        line = n * (G * GROUP) + h
+        to = line * tl.num_programs(1) + tl.program_id(1)
+        tl.store(peaks + to, peak, mask=real)
+        tl.store(totals + to, tl.sum(share, 0), mask=real)
+        to_weights = weights + line[None, :] * weights_row + i[:, None]
+        # Zeros to the end of the tile, so that whole steps of the sum are loaded.
+        tl.store(to_weights, share.to(weights.dtype.element_ty), mask=real[None, :])
+
+
+@triton.jit
+def _as_numbers(x, dtype: tl.constexpr, CONVERT: tl.constexpr):
+    """Convert columns of a row. CONVERT: int8 to fp16 by their bits, four at a time: in the last bits of 1024 + 128 + x,
+    the bits of x + 128."""
+    if CONVERT:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 biased, offset;
+            mov.b32 offset, 0x64806480;
+            xor.b32 biased, $2, 0x80808080;
+            prmt.b32 $0, biased, 0x64646464, 0x4140;
+            prmt.b32 $1, biased, 0x64646464, 0x4342;
+            sub.f16x2 $0, $0, offset;
+            sub.f16x2 $1, $1, offset;
+            }
+            """,
+            "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return x.to(dtype)
 
 
 @triton.jit(
-    do_not_specialize=["most", "table_row", "nodes", "piece", "splits", "tokens_before"],
+    do_not_specialize=["most", "table_row", "nodes", "piece", "splits", "tokens_before", "tiles"],
     do_not_specialize_on_alignment=["table", "seq_lens", "firsts", "query_start"],
 )
 def latent_sum_kernel(
-    logits, rows, out, lse, parts, part_lse, table, seq_lens, firsts, query_start, row_stride, table_row, most, nodes,
-    piece, splits, tokens_before,
+    weights, peaks, totals, rows, out, lse, parts, part_lse, table, seq_lens, firsts, query_start, row_stride, weights_row,
+    table_row, most, nodes, piece, splits, tokens_before, tiles,
     H: tl.constexpr, WIDTH: tl.constexpr, INTEGERS: tl.constexpr, WINDOW: tl.constexpr, NODES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr,
+    CONVERT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_C columns, tiles of query rows times splits, S): the softmax of logits [N, H, most] times
-    rows, to out [N, H, WIDTH] and lse [N, H]; of several splits, each of `piece` rows, to fp32 parts [N, H, splits,
-    WIDTH] and part_lse."""
-    s, split, tile = tl.program_id(2), tl.program_id(1) % splits, tl.program_id(1) // splits
+    """Grid (tiles of BLOCK_C columns, tiles of query rows times splits, S): the softmax, whose parts are weights
+    [N, H, most], peaks and totals [N, H, tiles] of TILE rows, times rows, to out [N, H, WIDTH] and lse [N, H]; of
+    several splits, each of `piece` rows, to fp32 parts [N, H, splits, WIDTH] and part_lse."""
+    s, split, group = tl.program_id(2), tl.program_id(1) % splits, tl.program_id(1) // splits
     begin, T, low, count = _range(seq_lens, firsts, query_start, s, tokens_before, nodes, WINDOW, NODES)
-    if tile * BLOCK_M >= T * H:
+    if group * BLOCK_M >= T * H:
         return
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = group * BLOCK_M + tl.arange(0, BLOCK_M)
     real = m < T * H
     row = (begin * H + m).to(tl.int64)
     start = low + split * piece
@@ -223,38 +258,51 @@ def latent_sum_kernel(
     if (start >= end) & (splits > 1):  # the merge does not read the values of an empty split
         tl.store(part_lse + row * splits + split, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
         return
-    first = tl.program_id(0) * BLOCK_C
-    c = first + tl.arange(0, BLOCK_C)
     peak, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    last_tile = tl.cdiv(tl.maximum(end - low, 0), TILE)
+    for first in range(split * piece // TILE, last_tile, 16):
+        t = first + tl.arange(0, 16)
+        mask = real[:, None] & (t < last_tile)[None, :]
+        several = tl.load(peaks + row[:, None] * tiles + t[None, :], mask=mask, other=float("-inf"))
+        sums = tl.load(totals + row[:, None] * tiles + t[None, :], mask=mask, other=0.0)
+        higher = tl.maximum(peak, tl.max(several, 1))
+        total *= tl.exp2(peak - finite(higher))
+        total += tl.sum(sums * tl.exp2(several - finite(higher)[:, None]), 1)
+        peak = higher
+    total = tl.where(total > 0, total, 1.0)  # rows that see nothing: peak is -inf, their sum 0
+    column = tl.program_id(0) * BLOCK_C
+    c = column + tl.arange(0, BLOCK_C)
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for n in range(start, end, BLOCK_N):
         i = n + tl.arange(0, BLOCK_N)
+        if WINDOW == 0:
+            i = tl.multiple_of(i, 16)  # for wide loads of weights
         live = i < end
         if INTEGERS:
             slot = s.to(tl.int64) * most + i
         else:
             slot = slots_of(table + s.to(tl.int64) * table_row, i, live, BLOCK_SIZE)
-        score = tl.load(
-            logits + row[:, None] * most + i[None, :], mask=real[:, None] & live[None, :], other=float("-inf")
-        )
-        weights, fade, peak, total = softmax_step(score, peak, total)
+        share_row = weights + row[:, None] * weights_row
+        share = tl.load(share_row + i[None, :], mask=real[:, None], other=0.0)
+        height = tl.load(peaks + row * tiles + (n - low) // TILE, mask=real, other=float("-inf"))
+        share = share.to(tl.float32) * tl.exp2(height - finite(peak))[:, None]
         mask = live[:, None]
         if WIDTH % BLOCK_C:
             mask = mask & (c < WIDTH)[None, :]
-        x = tl.load((rows + slot * row_stride)[:, None] + c[None, :], mask=mask, other=0).to(out.dtype.element_ty)
-        acc = tl.dot(weights.to(x.dtype), x, acc * fade[:, None], input_precision=PRECISION)
-    total = tl.where(total > 0, total, 1.0)  # rows that see nothing: peak is -inf, their sum 0
+        x = tl.load((rows + slot * row_stride)[:, None] + c[None, :], mask=mask, other=0)
+        x = _as_numbers(x, out.dtype.element_ty, CONVERT)
+        acc = tl.dot(share.to(x.dtype), x, acc, input_precision=PRECISION)
     acc = acc / total[:, None]
     row_lse = (peak + tl.log2(total)) * 0.6931471805599453
     if splits == 1:
-        if first == 0:
+        if column == 0:
             tl.store(lse + row, row_lse, mask=real)
-        put(out + row * WIDTH, real, acc, first, BLOCK_C, WIDTH)
+        put(out + row * WIDTH, real, acc, column, BLOCK_C, WIDTH)
     else:
         at = row * splits + split
-        if first == 0:
+        if column == 0:
             tl.store(part_lse + at, row_lse, mask=real)
-        put(parts + at * WIDTH, real, acc, first, BLOCK_C, WIDTH)
+        put(parts + at * WIDTH, real, acc, column, BLOCK_C, WIDTH)
 
 
 INTERPRETED = not isinstance(logits_kernel, triton.JITFunction)
@@ -360,10 +408,16 @@ def make_launches(
     pairs, item = max(16, triton.next_power_of_2(D // 2)), weights.w_uk.element_size()
     tiles = logit_tiles(S * most, G, pairs, item if integers else q_kv_NX.element_size(), gpu)
     precision = "ieee" if q_kv_NX.dtype == torch.float32 else "tf32"
-    logits = torch.empty(N, H, most, dtype=torch.float32, device=device)
+    # Weights are at most 1, and fp16 has more of their digits than bf16.
+    exact = q_kv_NX.dtype == torch.float32
+    # Tiles begin with the window.
+    weights_row = round_up(most, tiles.rows) + (tiles.rows if view.window else 0)
+    shares = torch.empty(N, H, weights_row, dtype=torch.float32 if exact and not integers else torch.float16, device=device)
+    row_tiles = triton.cdiv(most, tiles.rows)
+    peaks, totals = torch.empty(2, N, H, row_tiles, dtype=torch.float32, device=device)
     shared = {
         "table": of_group.block_table_SB, "seq_lens": of_group.seq_lens_S, "firsts": of_group.first_S,
-        "query_start": of_group.query_start_S1, "row_stride": data.stride(0),
+        "query_start": of_group.query_start_S1, "row_stride": data.stride(0), "weights_row": weights_row,
         "table_row": view.block_table_SB.stride(0), "most": most, "nodes": nodes, "tokens_before": before,
         "INTEGERS": integers, "WIDTH": K, "WINDOW": view.window or 0,
         "NODES": 0 if tree_Tn is None else max(16, triton.next_power_of_2(nodes)), "BLOCK_SIZE": view.block_size,
@@ -372,7 +426,8 @@ def make_launches(
     q_norm, k_norm = (weights.b_k if norm is None else norm for norm in (weights.q_norm, weights.k_norm))
     arguments = shared | {
         "q": q_kv_NX, "w_uk": weights.w_uk, "scales": lse if weights.scales is None else weights.scales,
-        "bias": weights.key_bias, "q_norm": q_norm, "k_norm": k_norm, "cos": tables[0], "sin": tables[1], "out": logits,
+        "bias": weights.key_bias, "q_norm": q_norm, "k_norm": k_norm, "cos": tables[0], "sin": tables[1], "weights": shares,
+        "peaks": peaks, "totals": totals,
         "positions": view.seq_lens_S if selected is None else selected[group],
         "tree": view.seq_lens_S if tree_Tn is None else tree_Tn, "scale_log2": scale * math.log2(math.e),
         "eps": weights.eps, "q_row": q_kv_NX.stride(0), "w_head": weights.w_uk.stride(0), "w_row": K, "G": G,
@@ -382,22 +437,23 @@ def make_launches(
         "BLOCK_J": max(triton.next_power_of_2(H // G), 16 // tiles.heads),
     }  # fmt: skip
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    grid = (triton.cdiv(G, tiles.heads), triton.cdiv(most, tiles.rows), S)
+    grid = (triton.cdiv(G, tiles.heads), row_tiles, S)
 
-    exact = q_kv_NX.dtype == torch.float32
     BLOCK_M = 16 if T * H <= 16 or exact else 64
     BLOCK_C = 64 if exact else min(256, max(16, triton.next_power_of_2(K))) if BLOCK_M == 64 else 128
     columns, m_tiles = triton.cdiv(K, BLOCK_C), triton.cdiv(T * H, BLOCK_M)
     splits = choose_splits(columns * m_tiles * S, triton.cdiv(most, 2 * BLOCK_N), gpu.multiprocessors)
     splits = min(max(splits, triton.cdiv(most, PIECE)), MOST_SPLITS)
-    piece = triton.cdiv(triton.cdiv(most, splits), BLOCK_N) * BLOCK_N
+    unit = max(BLOCK_N, tiles.rows)
+    piece = triton.cdiv(triton.cdiv(most, splits), unit) * unit
     splits = triton.cdiv(most, piece)
     kept = splits if splits > 1 else 0
     parts = torch.empty(N, H, kept, K, dtype=torch.float32, device=device)
     part_lse = torch.empty(N, H, kept, dtype=torch.float32, device=device)
     sum_arguments = shared | {
-        "logits": logits, "out": out, "lse": lse, "parts": parts, "part_lse": part_lse, "piece": piece,
-        "splits": splits, "H": H, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N if not exact else 16, "BLOCK_C": BLOCK_C,
+        "weights": shares, "peaks": peaks, "totals": totals, "tiles": row_tiles, "TILE": tiles.rows,
+        "CONVERT": integers and not INTERPRETED, "out": out, "lse": lse, "parts": parts, "part_lse": part_lse, "piece": piece,
+        "splits": splits, "H": H, "BLOCK_M": BLOCK_M, "BLOCK_N": min(tiles.rows, BLOCK_N), "BLOCK_C": BLOCK_C,
     }  # fmt: skip
     merge = None
     if splits > 1:
@@ -416,7 +472,7 @@ def make_launches(
 
 def groups(view: CacheView, heads: int, K: int) -> list[slice]:
     """Divide a view's sequences into groups whose decoded rows, of K bytes, and logits fit into the workspace."""
-    S, bytes_of_row = len(view.seq_lens_S), K + 4 * heads * view.max_query
+    S, bytes_of_row = len(view.seq_lens_S), K + 2 * heads * view.max_query
     size = max(1, WORKSPACE // (most_rows(view) * bytes_of_row))
     return [slice(first, min(S, first + size)) for first in range(0, S, size)]
 
