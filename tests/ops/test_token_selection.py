@@ -172,8 +172,10 @@ def test_the_last_of_equal_scores_are_selected():
     lengths, counts = [300, 64, 5], [40, 64, 9]
     view, _ = make_view(lengths, [1] * 3)
     _, view = on_device(index(2, 8, 12, 20), view)
-    scores = torch.randint(0, 12, (3, 300), generator=torch.Generator().manual_seed(0)).to(DEVICE) * (1 + 2**-20) / 7
+    scores = torch.randint(0, 12, (3, 512), generator=torch.Generator().manual_seed(0)).to(DEVICE) * (1 + 2**-20) / 7
     scores[0, 17] = torch.inf
+    for s, length in enumerate(lengths):
+        scores[s, length:] = -1
     arguments = selection.select_launch(scores, counts, view, 64) | {"BLOCK_L": 128}
     selection.select_kernel[(3,)](**arguments)
     for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):

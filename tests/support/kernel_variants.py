@@ -79,7 +79,7 @@ def main() -> None:
     for queries, lengths in steps(200):
         view = view_of([1] * len(queries), lengths, None)
         S, L = len(queries), view.max_seq_len
-        _, arguments = selection.launches(torch.zeros(512, 64, 16, dtype=torch.int8), torch.zeros(S, 64, 64), view)
+        _, arguments = selection.launches(torch.zeros(512, 64, 16, dtype=torch.int8), torch.zeros(S, 2, 64, 64, dtype=torch.float16), torch.zeros(S, 64), view)
         launch(selection.lse_kernel, arguments | {"out": torch.zeros(S, 1, 64)})
         lse = torch.zeros(S, 1, 64)
         score = {"lse": lse, "sinks": lse, "out": torch.zeros(S, L), "width": L, "sink": 4, "window": 128, "stride": 0,

@@ -167,10 +167,9 @@ def products(instructions: list[str]) -> int:
     """Return the multiplications of instructions for tensor cores whose names have shapes: 64x128x16, or 16816."""
     total = 0
     for text in instructions:
-        if shape := re.match(r"[A-Z]GMMA\S*?\.(\d+)x(\d+)x(\d+)", text):
-            total += math.prod(map(int, shape.groups()))
-        elif shape := re.match(r"[A-Z]MMA\S*?\.(16)(8)(\d+)", text):
-            total += math.prod(map(int, shape.groups()))
+        for pattern in (r"[A-Z]GMMA\S*?\.(\d+)x(\d+)x(\d+)", r"[A-Z]MMA\S*?\.(16)(8)(\d+)"):
+            if shape := re.match(pattern, text):
+                total += math.prod(map(int, shape.groups()))
     return total
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mlaforge.engine.execution.bucket import QUERIES
 from mlaforge.ops import absorbed_latents_triton as latents
 from mlaforge.ops import coded_rows_triton as coded
 from mlaforge.ops import elementwise_triton as elementwise
@@ -34,8 +35,9 @@ from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import TokenIndex
 
 # Maximum spilled bytes per thread, of benchmarks/gpu_static.json: a few are harmless. Values of more than 256 elements
-# and tiles of 64 or more pairs of experts spill more.
-SPILLED, SPILLED_WIDE, SPILLED_PAIRS = 96, 720, 240
+# and tiles of 64 or more pairs of experts spill more. The
+# rotation of keys spills behind the loop.
+SPILLED, SPILLED_WIDE, SPILLED_PAIRS, SPILLED_LATENT = 96, 720, 240, 1800
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +150,7 @@ def select(kernel: str, gpu: GpuProperties) -> KernelLaunch:
         arguments = selection.select_launch(torch.zeros(S, L), (1024,) * S, view, 1024)
         # With Triton 3.6; none with 3.9.
         return KernelLaunch(selection.select_kernel, arguments, {"num_warps": 16}, None, 2 * SPILLED)
-    _, arguments = selection.launches(keys, torch.zeros(S, H, W), view)
+    _, arguments = selection.launches(keys, torch.zeros(S, 2, H, W, dtype=torch.float16), torch.zeros(S, H), view)
     out = torch.zeros(S, L)
     if kernel == "lse":
         return KernelLaunch(selection.lse_kernel, arguments | {"out": out}, {})
@@ -236,66 +238,74 @@ def unpack(counts: tuple[int, ...], rope_dim: int, gpu: GpuProperties) -> Kernel
     return KernelLaunch(coded.unpack_kernel, coded.make_launch(rows, format, units)[1], {"num_warps": 4})
 
 
-# Name -> query heads, KV heads, head width, rank or counts of the code, dtype of plain rows, query tokens, sequences, rows
-# that each reads, whether they are a selection.
 CODED_832 = (832, 832, 832, 640, 448, 256, 128, 96, 32)
-LATENT: dict[str, tuple[int, int, int, int | tuple[int, ...], torch.dtype | None, int, int, int, bool]] = {
-    "latent 832": (64, 8, 64, 832, torch.bfloat16, 1, 8, 32768, False),
-    "latent 832 fp8 rows": (64, 8, 64, 832, torch.float8_e4m3fn, 1, 8, 32768, False),
-    "latent coded": (64, 8, 64, CODED_832, None, 1, 8, 32768, False),
-    "latent coded verify": (64, 8, 64, CODED_832, None, 4, 8, 32768, False),
-    "latent coded tree": (64, 8, 64, CODED_832, None, 17, 1, 32768, False),
-    "latent coded sparse": (64, 8, 64, CODED_832, None, 1, 64, 1024, True),
-    "latent coded sparse, 1 sequence": (64, 8, 64, CODED_832, None, 1, 1, 1024, True),
-    "latent coded 128": (32, 8, 128, (1024, 1024, 1024, 1024, 512, 256, 128), None, 1, 8, 32768, False),
-    "latent small": (9, 3, 64, 192, torch.bfloat16, 1, 8, 8192, False),
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentShape:
+    """Latent attention of S sequences of T tokens that read P rows each. code: counts of coded rows, or the rank of
+    plain ones in `stored`. selected: the rows are a selection."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    code: tuple[int, ...] | int
+    stored: str = "bfloat16"
+    T: int = 1
+    S: int = 8
+    P: int = 32768
+    selected: bool = False
+
+    def launches(self, gpu: GpuProperties) -> latent.Launches:
+        """The launches that ops/ chooses; tensors of the real sizes are meta tensors."""
+        H, G, D, S, P, T = self.heads, self.kv_heads, self.head_dim, self.S, self.P, self.T
+        bf16 = torch.bfloat16
+        with torch.device("meta"):
+            columns, format = None, Plain(self.code, self.stored) if isinstance(self.code, int) else Coded(self.code)
+            weight = value = torch.empty(G, D, format.width, dtype=bf16)
+            if isinstance(format, Coded):
+                columns = integer_columns(format.counts)
+                weight = torch.empty(G, D, columns.width, dtype=torch.int8)
+                value = weight.half()
+            bias = torch.empty(G, D)
+            weights = GpuLatentWeights(weight, value, bias, bias, bias, bias, None, None, None, 0.0, bias, columns)
+            rows = PagedRows(format, format.empty(64, torch.device("meta")), bf16)
+            zeros = torch.zeros(S + 1, dtype=torch.int32)
+            view = CacheView(
+                torch.zeros(S, P, dtype=torch.int32), zeros[:S], zeros[:S], zeros, zeros.long(),
+                1 if self.selected else 16, T, P, queries=(T,) * S,
+                positions_SK=torch.zeros(S, P, dtype=torch.int32) if self.selected else None,
+                tree_Tn=torch.zeros(T, T, dtype=torch.int32) if QUERIES[-1] < T else None,
+            )  # fmt: skip
+            q = torch.empty(S * T, H * D + format.width, dtype=bf16)
+            results = torch.empty(S * T, H, weight.shape[2], dtype=value.dtype), torch.empty(S * T, H)
+            tables = torch.empty(P, D // 2), torch.empty(P, D // 2)
+            return latent.make_launches(q, tables, weights, rows, view, slice(0, S), results, 0.1, gpu)
+
+
+LATENT = {
+    "latent 832": LatentShape(64, 8, 64, 832),
+    "latent 832 fp8 rows": LatentShape(64, 8, 64, 832, "float8_e4m3fn"),
+    "latent coded": LatentShape(64, 8, 64, CODED_832),
+    "latent coded verify": LatentShape(64, 8, 64, CODED_832, T=4),
+    "latent coded tree": LatentShape(64, 8, 64, CODED_832, T=17, S=1),
+    "latent coded sparse": LatentShape(64, 8, 64, CODED_832, S=64, P=1024, selected=True),
+    "latent coded sparse, 1 sequence": LatentShape(64, 8, 64, CODED_832, S=1, P=1024, selected=True),
+    "latent coded 128": LatentShape(32, 8, 128, (1024, 1024, 1024, 1024, 512, 256, 128)),
+    "latent small": LatentShape(9, 3, 64, 192, P=8192),
 }
-
-
-def latent_launches(name: str, gpu: GpuProperties) -> latent.Launches:
-    """Launches of attention with a shape of LATENT. Tensors of the real sizes are meta tensors."""
-    H, G, D, code, dtype, T, S, P, selected = LATENT[name]
-    counts = code if isinstance(code, tuple) else None
-    R = counts[0] if counts else int(str(code))
-    with torch.device("meta"):
-        columns = integer_columns(counts) if counts else None
-        K = columns.width if columns else R
-        w_uk = torch.empty(G, D, K, dtype=torch.int8 if counts else torch.bfloat16)
-        bias, norm = torch.empty(G, D), None
-        weights = GpuLatentWeights(
-            w_uk, torch.empty(G, D, K, dtype=torch.float16 if counts else torch.bfloat16), bias, bias, bias, bias,
-            None, norm, norm, 0.0, bias if counts else None, columns,
-        )  # fmt: skip
-        format = Coded(counts) if counts else Plain(R, str(dtype).removeprefix("torch."))
-        rows = PagedRows(
-            format,
-            torch.empty(64, format.unit_bytes // (1 if counts else format.torch_dtype.itemsize)).to(
-                torch.uint8 if counts else dtype
-            ),
-            torch.bfloat16,
-        )
-        zeros, tree = torch.zeros(S + 1, dtype=torch.int32), T > 9
-        view = CacheView(
-            torch.zeros(S, P, dtype=torch.int32), zeros[:S], zeros[:S], zeros, zeros.long(), 1 if selected else 16, T, P,
-            queries=(T,) * S, positions_SK=torch.zeros(S, P, dtype=torch.int32) if selected else None,
-            tree_Tn=torch.zeros(T, T, dtype=torch.int32) if tree else None,
-        )  # fmt: skip
-        q = torch.empty(S * T, H * D + R, dtype=torch.bfloat16)
-        results = torch.empty(S * T, H, K, dtype=torch.float16 if counts else torch.bfloat16), torch.empty(S * T, H)
-        tables = torch.empty(P, D // 2), torch.empty(P, D // 2)
-        return latent.make_launches(q, tables, weights, rows, view, slice(0, S), results, 0.1, gpu)
 
 
 def latent_part(name: str, part: str, gpu: GpuProperties) -> KernelLaunch:
     """Kernel `integers`, `logits` or `sum` with a shape of LATENT."""
-    launches = latent_launches(name, gpu)
+    launches = LATENT[name].launches(gpu)
     if part == "integers":
         assert launches.integers is not None
         return KernelLaunch(integers.integers_kernel, launches.integers[1], {"num_warps": 4})
     kernel, launch = {
         "logits": (latent.logits_kernel, launches.logits), "sum": (latent.latent_sum_kernel, launches.sum)
     }[part]  # fmt: skip
-    return KernelLaunch(kernel, launch[1], launch[2])
+    return KernelLaunch(kernel, launch[1], launch[2], None, SPILLED_LATENT if part == "logits" else SPILLED)
 
 
 def pack(counts: tuple[int, ...], gpu: GpuProperties) -> KernelLaunch:
@@ -340,9 +350,9 @@ def _launches() -> dict[str, Callable[[GpuProperties], KernelLaunch]]:
     table["unpack coded rows, rotary"] = functools.partial(unpack, (448, 448, 320, 192, 64), 64)
     table["pack coded rows"] = functools.partial(pack, CODED_832)
     table["gqa-64 int8 rows"] = functools.partial(attend_int8, "gqa-64")
-    for name, (*_, dtype, _, _, _, _) in LATENT.items():
-        for part in ("logits", "sum", *(("integers",) if dtype is None else ())):
-            table[f"{name} {part}"] = functools.partial(latent_part, name, part)
+    for name, latent_shape in LATENT.items():
+        for kernel in ("logits", "sum", *(() if isinstance(latent_shape.code, int) else ("integers",))):
+            table[f"{name} {kernel}"] = functools.partial(latent_part, name, kernel)
     for tokens in (1, 64):
         table[f"absorb 512-64, {tokens} tokens"] = functools.partial(absorbed, "absorb", tokens)
         table[f"up-project 512, {tokens} tokens"] = functools.partial(absorbed, "up-project", tokens)

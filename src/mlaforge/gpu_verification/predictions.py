@@ -18,6 +18,7 @@ import torch
 
 from mlaforge.bench import kernels
 from mlaforge.families.spec import MoeSpec
+from mlaforge.gpu_verification.kernel_launches import LatentShape
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.planning.costs import GPUS, Cost, experts_touched
@@ -33,6 +34,8 @@ FIRST_LOADS, MERGE_LOADS = 3 * MEMORY_LATENCY, 2 * L2_LATENCY
 ENDED = 67
 # Microseconds of the experts' routing, half a dozen small kernels of torch: not modelled.
 ROUTE_US = 25.0
+# Passes of a selection over the scores, in units of the last: a digit's takes 170 of its 1,212 instructions (sm_90).
+DIGITS = 1 + 3 * 170 / 1212
 # Bytes of a packed weight: a 4-bit code, and an 8-bit scale per 32 codes.
 WEIGHT_BYTES = 4.25 / 8
 
@@ -105,6 +108,84 @@ def attention_times(
             merge = dataclasses.replace(merge, outside=ENDED)
         times.append(predict(merge, Work(grid[0] * grid[1], rounds, 0.0, 0.0, parts, MERGE_LOADS), chip))
     return times
+
+
+def latent_times(shape: LatentShape, chip: Chip) -> dict[str, KernelTime] | None:
+    """Times of latent attention's kernels by name: `integers` of coded rows, `logits`, `sum` and, if it is split,
+    `merge`; None if one has not been compiled for the table."""
+    launches = shape.launches(properties(chip))
+    S, P, T, H = shape.S, shape.P, shape.T, shape.heads
+    dtype = "bf16" if isinstance(shape.code, int) else "coded"
+    if shape.stored == "float8_e4m3fn":
+        dtype = "fp8"
+    (grid, logits, options), (sum_grid, sums, sum_options) = launches.logits, launches.sum
+    loop = find("logits_kernel", chip.capability, {**logits, **options}, dtype)
+    sum_loop = find("latent_sum_kernel", chip.capability, {**sums, **sum_options}, dtype)
+    if loop is None or sum_loop is None:
+        return None
+    K, rows = int(logits["WIDTH"]), S * P
+    item, weight_item = logits["rows"].element_size(), logits["w_uk"].element_size()
+    N, outputs, depth = (
+        int(logits["BLOCK_N"]),
+        2 * int(logits["HEADS"]) * int(logits["BLOCK_P"]),
+        int(logits["BLOCK_K"]),
+    )
+    asynchronous = properties(chip).asynchronous
+    times = {}
+    if launches.integers is not None:
+        (tiles, _), arguments = launches.integers
+        decode = find("integers_kernel", chip.capability, None, dtype)
+        assert decode, "every capability has one"
+        moved = float(rows * (arguments["row_words"] * 4 + K))
+        times["integers"] = predict(decode, Work(tiles * S, 1, 0.0, moved, moved, FIRST_LOADS), chip)
+    shares, programs = 2.0 * T * H * rows, math.prod(grid)
+    tile_bytes = N * item + outputs * weight_item
+    # Products of bytes have twice the rate.
+    flops = 2.0 * N * outputs * depth / (2 if dtype == "coded" else 1)
+    moved = programs * K * tile_bytes + shares
+    work = Work(programs, K / depth, flops, rows * K * item + shares, moved, FIRST_LOADS, asynchronous)
+    times["logits"] = predict(loop, work, chip)
+    M, C, step, splits = (int(sums[name]) for name in ("BLOCK_M", "BLOCK_C", "BLOCK_N", "splits"))
+    columns, groups = sum_grid[0], math.ceil(T * H / M)
+    parts = 4.0 * S * T * H * K * splits if splits > 1 else 0.0
+    times["sum"] = predict(sum_loop, Work(
+        math.prod(sum_grid), math.ceil(min(int(sums["piece"]), P) / step), 2.0 * M * C * step,
+        rows * K * item + shares, groups * rows * K * item + columns * shares + parts, FIRST_LOADS,
+        M >= 64 and asynchronous,
+    ), chip)  # fmt: skip
+    if launches.merge is not None:
+        merge_grid, arguments = launches.merge
+        merge = find("merge_kernel", chip.capability, None)
+        assert merge, "every capability has a merge"
+        rounds = math.ceil(splits / arguments["BLOCK_S"])
+        times["merge"] = predict(merge, Work(math.prod(merge_grid), rounds, 0.0, 0.0, parts, MERGE_LOADS), chip)
+    return times
+
+
+def selection_times(heads: int, width: int, S: int, P: int, topk: int, chip: Chip) -> dict[str, KernelTime] | None:
+    """Times of a selection's kernels over P tokens of each sequence, by name, without the write of new keys."""
+    from mlaforge.ops import token_selection_triton as selection
+
+    stretches = math.ceil(P / selection.STRETCH)
+    loops = {name: find(f"{name}_kernel", chip.capability, None) for name in ("query", "lse", "score", "select")}
+    if None in loops.values():
+        return None
+    H, I = max(16, heads), max(16, width)  # noqa: E741
+    keys, scores = float(S * P * width), 4.0 * S * P
+    steps = selection.STRETCH / selection.BLOCK_N
+    flops = 2.0 * H * I * selection.BLOCK_N * selection.PRODUCTS
+    works = {
+        "query": Work(S * 8, 1, 2.0 * 16 * I * 64, 4.0 * S * heads * width, 32.0 * S * heads * width, FIRST_LOADS),
+        "lse": Work(S * stretches, steps, flops, keys, keys + S * stretches * heads * (width + 1) * 4.0, FIRST_LOADS),
+        "score": Work(
+            S * stretches, steps, flops, keys + scores,
+            keys + S * stretches * heads * 4.0 * (width + stretches) + scores, FIRST_LOADS,
+        ),
+        "select": Work(
+            S, DIGITS * math.ceil(P / selection.BLOCK_L), 0.0, scores, 4 * scores + 16.0 * S * topk, FIRST_LOADS
+        ),
+    }  # fmt: skip
+    return {name: predict(loop, works[name], chip) for name, loop in loops.items() if loop}
 
 
 def dtype_name(dtype: torch.dtype, rows: torch.dtype) -> str:

@@ -75,9 +75,9 @@ def _product(
         row_mask, w_mask = live[:, None], inside[:, None]
         if WIDTH % BLOCK_K:
             row_mask, w_mask = row_mask & (k < WIDTH)[None, :], w_mask & (k < WIDTH)[None, :]
-        x = tl.load(row[:, None] + k[None, :], mask=row_mask, other=0).to(weight.dtype.element_ty)
+        x = tl.load(row[:, None] + k[None, :], mask=row_mask, other=0.0).to(weight.dtype.element_ty)
         w = weight[:, None] + k[None, :]
-        low, high = tl.load(w, mask=w_mask, other=0), tl.load(w + half * w_row, mask=w_mask, other=0)
+        low, high = tl.load(w, mask=w_mask, other=0.0), tl.load(w + half * w_row, mask=w_mask, other=0.0)
         lower = tl.dot(x, tl.trans(low), lower, input_precision=PRECISION, out_dtype=lower.dtype)
         upper = tl.dot(x, tl.trans(high), upper, input_precision=PRECISION, out_dtype=upper.dtype)
     return lower, upper
@@ -98,17 +98,18 @@ def _rotated(a, b, cos, sin, at, mask):
     do_not_specialize_on_alignment=["table", "seq_lens", "firsts", "query_start"],
 )
 def logits_kernel(
-    q, rows, w_uk, scales, bias, q_norm, k_norm, cos, sin, weights, peaks, totals, table, seq_lens, firsts, query_start, positions, tree,
-    scale_log2, eps, q_row, row_stride, weights_row, w_head, w_row, table_row, most, nodes,
-    tokens_before,
+    q, rows, w_uk, scales, bias, q_norm, k_norm, cos, sin, weights, peaks, totals, table, seq_lens, firsts,
+    query_start, positions, tree, scale_log2, eps, q_row, row_stride, weights_row, w_head, w_row, table_row, most,
+    nodes, tokens_before,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr,
     INTEGERS: tl.constexpr, NORMS: tl.constexpr, SELECTED: tl.constexpr, WINDOW: tl.constexpr, NODES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (groups of HEADS KV heads, tiles of BLOCK_N rows, S): the softmax of each tile to weights [N, H, most], 2 to
-    the power of logits less the tile's peak, to peaks [N, H, tiles] this peak, and to totals the sum. INTEGERS: row i of sequence s is rows[s * most + i], otherwise at its slot. SELECTED:
-    positions [S, most] of the rows. cos and sin [positions, D / 2]."""
+    """Grid (groups of HEADS KV heads, tiles of BLOCK_N rows, S): the softmax of each tile: to weights [N, H, .] 2 to
+    the power of logits less the tile's peak, to peaks and totals [N, H, tiles] this peak and the sum. INTEGERS: row i
+    of sequence s is rows[s * most + i], otherwise at its slot. SELECTED: positions [S, most] of the rows. cos and sin
+    [positions, D / 2]."""
     s, g0 = tl.program_id(2), tl.program_id(0) * HEADS
     begin, T, low, count = _range(seq_lens, firsts, query_start, s, tokens_before, nodes, WINDOW, NODES)
     first = low + tl.program_id(1) * BLOCK_N
@@ -212,8 +213,8 @@ def logits_kernel(
 
 @triton.jit
 def _as_numbers(x, dtype: tl.constexpr, CONVERT: tl.constexpr):
-    """Convert columns of a row. CONVERT: int8 to fp16 by their bits, four at a time: in the last bits of 1024 + 128 + x,
-    the bits of x + 128."""
+    """Convert columns of a row. CONVERT: int8 to fp16 by their bits, four at a time: x + 128 is the last bits of
+    1024 + 128 + x."""
     if CONVERT:
         return tl.inline_asm_elementwise(
             """
@@ -237,8 +238,8 @@ def _as_numbers(x, dtype: tl.constexpr, CONVERT: tl.constexpr):
     do_not_specialize_on_alignment=["table", "seq_lens", "firsts", "query_start"],
 )
 def latent_sum_kernel(
-    weights, peaks, totals, rows, out, lse, parts, part_lse, table, seq_lens, firsts, query_start, row_stride, weights_row,
-    table_row, most, nodes, piece, splits, tokens_before, tiles,
+    weights, peaks, totals, rows, out, lse, parts, part_lse, table, seq_lens, firsts, query_start, row_stride,
+    weights_row, table_row, most, nodes, piece, splits, tokens_before, tiles,
     H: tl.constexpr, WIDTH: tl.constexpr, INTEGERS: tl.constexpr, WINDOW: tl.constexpr, NODES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr,
     CONVERT: tl.constexpr, PRECISION: tl.constexpr,
@@ -289,7 +290,7 @@ def latent_sum_kernel(
         mask = live[:, None]
         if WIDTH % BLOCK_C:
             mask = mask & (c < WIDTH)[None, :]
-        x = tl.load((rows + slot * row_stride)[:, None] + c[None, :], mask=mask, other=0)
+        x = tl.load((rows + slot * row_stride)[:, None] + c[None, :], mask=mask, other=0.0)
         x = _as_numbers(x, out.dtype.element_ty, CONVERT)
         acc = tl.dot(share.to(x.dtype), x, acc, input_precision=PRECISION)
     acc = acc / total[:, None]
@@ -412,7 +413,9 @@ def make_launches(
     exact = q_kv_NX.dtype == torch.float32
     # Tiles begin with the window.
     weights_row = round_up(most, tiles.rows) + (tiles.rows if view.window else 0)
-    shares = torch.empty(N, H, weights_row, dtype=torch.float32 if exact and not integers else torch.float16, device=device)
+    shares = torch.empty(
+        N, H, weights_row, dtype=torch.float32 if exact and not integers else torch.float16, device=device
+    )
     row_tiles = triton.cdiv(most, tiles.rows)
     peaks, totals = torch.empty(2, N, H, row_tiles, dtype=torch.float32, device=device)
     shared = {
@@ -426,8 +429,8 @@ def make_launches(
     q_norm, k_norm = (weights.b_k if norm is None else norm for norm in (weights.q_norm, weights.k_norm))
     arguments = shared | {
         "q": q_kv_NX, "w_uk": weights.w_uk, "scales": lse if weights.scales is None else weights.scales,
-        "bias": weights.key_bias, "q_norm": q_norm, "k_norm": k_norm, "cos": tables[0], "sin": tables[1], "weights": shares,
-        "peaks": peaks, "totals": totals,
+        "bias": weights.key_bias, "q_norm": q_norm, "k_norm": k_norm, "cos": tables[0], "sin": tables[1],
+        "weights": shares, "peaks": peaks, "totals": totals,
         "positions": view.seq_lens_S if selected is None else selected[group],
         "tree": view.seq_lens_S if tree_Tn is None else tree_Tn, "scale_log2": scale * math.log2(math.e),
         "eps": weights.eps, "q_row": q_kv_NX.stride(0), "w_head": weights.w_uk.stride(0), "w_row": K, "G": G,
@@ -452,7 +455,8 @@ def make_launches(
     part_lse = torch.empty(N, H, kept, dtype=torch.float32, device=device)
     sum_arguments = shared | {
         "weights": shares, "peaks": peaks, "totals": totals, "tiles": row_tiles, "TILE": tiles.rows,
-        "CONVERT": integers and not INTERPRETED, "out": out, "lse": lse, "parts": parts, "part_lse": part_lse, "piece": piece,
+        "CONVERT": integers and not INTERPRETED, "out": out, "lse": lse, "parts": parts,
+        "part_lse": part_lse, "piece": piece,
         "splits": splits, "H": H, "BLOCK_M": BLOCK_M, "BLOCK_N": min(tiles.rows, BLOCK_N), "BLOCK_C": BLOCK_C,
     }  # fmt: skip
     merge = None

@@ -2,8 +2,9 @@
 heads, and the tokens with the best scores.
 
 Logits are computed twice, for the softmax's sums and for the scores: index keys are few bytes, and logits of all heads
-would be many. The best scores are found digit by digit (radix selection), as in torch.topk, and their tokens written in
-order. Launch geometry depends only on host values. Not measured on a GPU yet.
+would be many. Close scores decide the selection, so queries have two parts in fp16, 22 bits, and keys are exact. The
+best scores are found digit by digit (radix selection), as in torch.topk, and their tokens written in order. Launch
+geometry depends only on host values. Not measured on a GPU yet.
 
 Legend: S sequences, N tokens, H heads, G KV heads, J = H / G, I elements of an index key, F of its features, E of a
 query, K selected tokens.
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 # Tokens per program, and per tile of logits; scores per step of the selection.
 STRETCH, BLOCK_N, BLOCK_L = 256, 64, 8192
+# Products of a logit: of the two parts of a query.
+PRODUCTS = 2
 # Tokens whose keys a program computes, and features per step.
 KEYS, FEATURES = 16, 32
 
@@ -92,12 +95,12 @@ def write_kernel(
 
 @triton.jit
 def query_kernel(
-    q, query, rotation, frequency, query_start, out, q_row, pairs,
+    q, query, rotation, frequency, query_start, out, scales, q_row, pairs,
     GROUP: tl.constexpr, E: tl.constexpr, PAIRS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (sequences, KV heads): out [S, H, I], the index queries of each sequence's last token, from queries q [N, H
-    E] and weights query [G, I, E]."""
+    """Grid (sequences, KV heads): the index queries of each sequence's last token, from queries q [N, H E] and weights
+    query [G, I, E]: fp16 out [S, 2, H, I], whose sum over two parts times scales [S, H] they are, in units of log2."""
     s, g = tl.program_id(0), tl.program_id(1)
     n = tl.load(query_start + s + 1) - 1
     j, e, p = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_P)
@@ -112,20 +115,33 @@ def query_kernel(
     if not ROTATED:
         cos, sin = _angle(rotation, tl.full([BLOCK_J], 0, tl.int32) + n * pairs, frequency, p, live)
         low, high = low * cos - high * sin, high * cos + low * sin
-    to = out + (s * tl.num_programs(1) * GROUP + h)[:, None] * (2 * PAIRS) + p[None, :]
+    heads = tl.num_programs(1) * GROUP
+    # A power of two, so that the largest number of a head is near 2^10.
+    most = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 1e-30)
+    exponent = ((most.to(tl.int32, bitcast=True) >> 23) - 127) - 10
+    factor = ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    scale = ((127 + exponent) << 23).to(tl.float32, bitcast=True) * 1.4426950408889634
+    tl.store(scales + s * heads + h, scale, mask=j < GROUP)
+    to = out + (s * 2 * heads + h)[:, None] * (2 * PAIRS) + p[None, :]
     mask = (j < GROUP)[:, None] & live[None, :]
-    tl.store(to, low, mask=mask)
-    tl.store(to + PAIRS, high, mask=mask)
+    rest = heads * 2 * PAIRS
+    first = (low * factor).to(tl.float16)
+    tl.store(to, first, mask=mask)
+    tl.store(to + rest, (low * factor - first.to(tl.float32)).to(tl.float16), mask=mask)
+    first = (high * factor).to(tl.float16)
+    tl.store(to + PAIRS, first, mask=mask)
+    tl.store(to + rest + PAIRS, (high * factor - first.to(tl.float32)).to(tl.float16), mask=mask)
 
 
 @triton.jit
 def _logits(
-    queries, keys, blocks, start, length, key_tile, key_number, key_token,
+    queries, scales, keys, blocks, start, length, key_tile, key_number, key_token,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Return logits [BLOCK_H, BLOCK_N] of the tokens from `start` on, -inf for masked heads and tokens. Index keys are
-    stored by 16 tokens, element by element, with any strides."""
+    """Return base-2 logits of the tokens from `start` on, -inf for masked heads and tokens: [BLOCK_H, BLOCK_N], or
+    BY_TOKEN [BLOCK_N, BLOCK_H], so that a sum's terms are in few threads. Index keys are stored by 16 tokens, element
+    by element, with any strides."""
     h, i, t = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I), start + tl.arange(0, BLOCK_N)
     live = t < length
     # By tiles of 16 tokens, whose keys lie side by side: loads of 16 bytes.
@@ -138,36 +154,42 @@ def _logits(
         mask=started[:, None, None] & (i < WIDTH)[None, :, None], other=0,
     )  # fmt: skip
     key_tile = tl.permute(key_tiles, (1, 0, 2)).reshape(BLOCK_I, BLOCK_N)
-    query_tile = tl.load(
-        queries + h[:, None] * WIDTH + i[None, :], mask=(h < HEADS)[:, None] & (i < WIDTH)[None, :], other=0.0
-    )
-    # Close scores decide the selection, so use fp32 precision, on tensor cores.
-    logits = tl.dot(query_tile, key_tile.to(tl.float32), input_precision="tf32x3")
+    mask = (h < HEADS)[:, None] & (i < WIDTH)[None, :]
+    query = queries + h[:, None] * WIDTH + i[None, :]
+    number = key_tile.to(tl.float16)
+    first, second = tl.load(query, mask=mask, other=0.0), tl.load(query + HEADS * WIDTH, mask=mask, other=0.0)
+    scale = tl.load(scales + h, mask=h < HEADS, other=0.0)
+    if BY_TOKEN:
+        number = tl.trans(number)
+        logits = tl.dot(number, tl.trans(second), tl.dot(number, tl.trans(first))) * scale[None, :]
+        return tl.where(live[:, None] & (h < HEADS)[None, :], logits, float("-inf"))
+    logits = tl.dot(second, number, tl.dot(first, number)) * scale[:, None]
     return tl.where(live[None, :] & (h < HEADS)[:, None], logits, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["table", "seq_lens"])
 def lse_kernel(
-    queries, keys, table, seq_lens, out, table_row, key_tile, key_number, key_token,
+    queries, scales, keys, table, seq_lens, out, table_row, key_tile, key_number, key_token,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (sequences, stretches): out [S, stretches, HEADS], each head's logsumexp over a stretch."""
+    """Grid (sequences, stretches): out [S, stretches, HEADS], each head's logarithm of the sum of exponentials over a
+    stretch, in base 2."""
     s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(seq_lens + s)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(part * STRETCH, tl.minimum(part * STRETCH + STRETCH, length), BLOCK_N):
         logits = _logits(
-            queries + s * HEADS * WIDTH, keys, table + s * table_row, start, length, key_tile, key_number,
-            key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N,
+            queries + s * 2 * HEADS * WIDTH, scales + s * HEADS, keys, table + s * table_row, start, length, key_tile,
+            key_number, key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N, False,
         )  # fmt: skip
         higher = tl.maximum(peak, tl.max(logits, 1))
         level = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(peak - level) + tl.sum(tl.exp(logits - level[:, None]), 1)
+        total = total * tl.exp2(peak - level) + tl.sum(tl.exp2(logits - level[:, None]), 1)
         peak = higher
     h = tl.arange(0, BLOCK_H)
-    lse = tl.where(total > 0, peak + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+    lse = tl.where(total > 0, peak + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
     tl.store(out + (s * tl.num_programs(1) + part) * HEADS + h, lse, mask=h < HEADS)
 
 
@@ -176,13 +198,14 @@ def lse_kernel(
     do_not_specialize_on_alignment=["table", "seq_lens"],
 )
 def score_kernel(
-    queries, keys, table, seq_lens, lse, sinks, out, table_row, key_tile, key_number, key_token,
+    queries, scales, keys, table, seq_lens, lse, sinks, out, table_row, key_tile, key_number, key_token,
     width, sink, window, stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr, STRETCH: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences, stretches): out [S, width], the mean over heads of exp(logit - lse); inf for tokens that are
-    always read. lse [S, stretches, HEADS]: of each stretch; SINKS [HEADS] take their share."""
+    always read, -1 behind the last token, to the end of its stretch. lse [S, stretches, HEADS]: of each stretch; SINKS
+    [HEADS] take their share."""
     s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(seq_lens + s)
     if part * STRETCH >= length:
@@ -190,7 +213,7 @@ def score_kernel(
     h = tl.arange(0, BLOCK_H)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     if SINKS:
-        peak = tl.load(sinks + h, mask=h < HEADS, other=float("-inf"))
+        peak = tl.load(sinks + h, mask=h < HEADS, other=float("-inf")) * 1.4426950408889634
     total = tl.where(peak > float("-inf"), 1.0, 0.0)
     stretches = tl.num_programs(1)
     for first in range(0, tl.cdiv(length, STRETCH), 16):
@@ -201,34 +224,35 @@ def score_kernel(
         )  # fmt: skip
         higher = tl.maximum(peak, tl.max(parts, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(peak - base) + tl.sum(tl.exp(parts - base[None, :]), 0)
+        total = total * tl.exp2(peak - base) + tl.sum(tl.exp2(parts - base[None, :]), 0)
         peak = higher
     # 0 for padding heads, whose logits are -inf.
-    level = tl.where(total > 0, peak + tl.log(tl.where(total > 0, total, 1.0)), 0.0)
-    for start in range(part * STRETCH, tl.minimum(part * STRETCH + STRETCH, length), BLOCK_N):
+    level = tl.where(total > 0, peak + tl.log2(tl.where(total > 0, total, 1.0)), 0.0)
+    for start in range(part * STRETCH, part * STRETCH + STRETCH, BLOCK_N):
         logits = _logits(
-            queries + s * HEADS * WIDTH, keys, table + s * table_row, start, length, key_tile, key_number,
-            key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N,
+            queries + s * 2 * HEADS * WIDTH, scales + s * HEADS, keys, table + s * table_row, start, length, key_tile,
+            key_number, key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N, True,
         )  # fmt: skip
-        score = tl.sum(tl.exp(logits - level[:, None]), 0) / HEADS
+        score = tl.sum(tl.exp2(logits - level[None, :]), 1) / HEADS
         t = start + tl.arange(0, BLOCK_N)
         forced = (t < sink) | (t >= length - window)
         if stride > 0:
             forced = forced | (t % stride == 0)
-        tl.store(out + s * width + t, tl.where(forced, float("inf"), score), mask=t < length)
+        score = tl.where(forced, float("inf"), score)
+        tl.store(out + s * width + t, tl.where(t < length, score, -1.0))
 
 
 @triton.jit
 def _digit(
-    values, length, prefix, missing, ABOVE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK_L: tl.constexpr
+    values, scored, prefix, missing, ABOVE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK_L: tl.constexpr
 ):  # fmt: skip
     """Extend `prefix`, the bits from ABOVE on of the score at rank `missing`, by those from SHIFT on. Return it, the
     rank among scores with the same bits, and how many they are."""
     histogram = tl.zeros([BINS], tl.int32)
-    for start in range(0, length, BLOCK_L):
+    for start in range(0, scored, BLOCK_L):
         t = start + tl.arange(0, BLOCK_L)
-        bits = tl.load(values + t, mask=t < length, other=0.0).to(tl.int32, bitcast=True)
-        same = (t < length) & ((bits >> ABOVE) == prefix)
+        bits = tl.load(values + t, mask=t < scored, other=-1.0).to(tl.int32, bitcast=True)
+        same = (bits >> ABOVE) == prefix
         histogram += tl.histogram((bits >> SHIFT) & (BINS - 1), BINS, mask=same)
     # Scores with this digit or a higher one.
     upward = tl.sum(histogram, 0) - tl.cumsum(histogram, 0) + histogram
@@ -239,37 +263,42 @@ def _digit(
     return (prefix << (ABOVE - SHIFT)) | digit, missing, equal
 
 
-@triton.jit(
-    do_not_specialize=["table_row", "width", "most", "limit"], do_not_specialize_on_alignment=["table", "seq_lens"]
-)
+@triton.jit(do_not_specialize=["table_row", "most", "limit"], do_not_specialize_on_alignment=["table", "seq_lens"])
 def select_kernel(
     scores, counts, table, seq_lens, slots, positions, table_row, width, most, limit,
-    COUNTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_L: tl.constexpr,
+    COUNTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_L: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences,): the tokens of a sequence with the best scores [S, width], the last ones of equals: slots and
     positions [S, most], ascending, then 0. Their number is counts[s] if COUNTS, otherwise at most `limit`. Scores are
-    not negative, so they are ordered as their bits, of which 11, 11 and 9 are found at a time."""
+    not negative, so they are ordered as their bits, of which 11, 11 and 9 are found at a time; -1 follows them, to a
+    multiple of STRETCH."""
     s = tl.program_id(0).to(tl.int64)
     length = tl.load(seq_lens + s)
     count = tl.minimum(limit, length)
     if COUNTS:
         count = tl.minimum(tl.load(counts + s), length)
-    values = scores + s * width
-    prefix, missing, equal = _digit(values, length, 0, count, 31, 20, 2048, BLOCK_L)
-    prefix, missing, equal = _digit(values, length, prefix, missing, 20, 9, 2048, BLOCK_L)
-    prefix, missing, equal = _digit(values, length, prefix, missing, 9, 0, 512, BLOCK_L)
+    # Whole stretches, for wide loads.
+    values, scored = scores + s * width, tl.cdiv(length, STRETCH) * STRETCH
+    prefix, missing, equal = _digit(values, scored, 0, count, 31, 20, 2048, BLOCK_L)
+    prefix, missing, equal = _digit(values, scored, prefix, missing, 20, 9, 2048, BLOCK_L)
+    prefix, missing, equal = _digit(values, scored, prefix, missing, 9, 0, 512, BLOCK_L)
     skipped, taken = equal - missing, 0
-    for start in range(0, length, BLOCK_L):
+    for start in range(0, scored, BLOCK_L):
         t = start + tl.arange(0, BLOCK_L)
-        bits = tl.load(values + t, mask=t < length, other=0.0).to(tl.int32, bitcast=True)
-        tied = ((t < length) & (bits == prefix)).to(tl.int32)
-        best = (t < length) & ((bits > prefix) | ((tied == 1) & (tl.cumsum(tied, 0) > skipped)))
-        skipped -= tl.sum(tied, 0)
-        at = s * most + taken + tl.cumsum(best.to(tl.int32), 0) - 1
+        bits = tl.load(values + t, mask=t < scored, other=-1.0).to(tl.int32, bitcast=True)
+        tied, higher = bits == prefix, bits > prefix
+        # Both counts in one scan: a step has fewer than 2^16 tokens.
+        both = (tied.to(tl.int32) << 16) + higher.to(tl.int32)
+        counted = tl.cumsum(both, 0)
+        among = (counted >> 16) - skipped
+        best = higher | (tied & (among > 0))
+        at = s * most + taken + (counted & 0xFFFF) + tl.maximum(among, 0) - 1
         tl.store(positions + at, t, mask=best)
         block = tl.load(table + s * table_row + t // BLOCK_SIZE, mask=best, other=0)
         tl.store(slots + at, block * BLOCK_SIZE + t % BLOCK_SIZE, mask=best)
-        taken += tl.sum(best.to(tl.int32), 0)
+        total = tl.sum(both, 0)
+        taken += (total & 0xFFFF) + tl.maximum((total >> 16) - skipped, 0)
+        skipped = tl.maximum(skipped - (total >> 16), 0)
     for start in range(count, most, BLOCK_L):
         k = start + tl.arange(0, BLOCK_L)
         nothing = tl.zeros([BLOCK_L], tl.int32)
@@ -296,16 +325,18 @@ def supports(
     return True
 
 
-def launches(keys: Tensor, queries_SHI: Tensor, view: CacheView) -> tuple[tuple[int, int], dict[str, Any]]:
+def launches(
+    keys: Tensor, queries_S2HI: Tensor, scales_SH: Tensor, view: CacheView
+) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return the grid of both kernels, and their common arguments by name."""
-    S, H, I = queries_SHI.shape  # noqa: E741
+    S, _, H, I = queries_S2HI.shape  # noqa: E741
     sizes = {
         "HEADS": H, "WIDTH": I, "BLOCK_SIZE": view.block_size, "BLOCK_H": max(16, triton.next_power_of_2(H)),
         "BLOCK_I": max(16, triton.next_power_of_2(I)), "BLOCK_N": BLOCK_N, "STRETCH": STRETCH,
     }  # fmt: skip
     arguments = {
-        "queries": queries_SHI, "keys": keys, "table": view.block_table_SB, "seq_lens": view.seq_lens_S,
-        "table_row": view.block_table_SB.stride(0), "key_tile": keys.stride(0), "key_number": keys.stride(1),
+        "queries": queries_S2HI, "scales": scales_SH, "keys": keys, "table": view.block_table_SB,
+        "seq_lens": view.seq_lens_S, "table_row": view.block_table_SB.stride(0), "key_tile": keys.stride(0), "key_number": keys.stride(1),
         "key_token": keys.stride(2), **sizes,
     }  # fmt: skip
     return (S, triton.cdiv(view.max_seq_len, STRETCH)), arguments
@@ -351,12 +382,13 @@ def write_supports(features_NF: Tensor, *others: Any) -> Literal[True] | str:
 def query_launch(
     q_NX: Tensor, index: TokenIndex, rotation_N1P: Tensor, view: CacheView
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the grid and the arguments of the index queries. Allocates `out`, fp32 [S, H, I]."""
+    """Return the grid and the arguments of the index queries. Allocates `out` and `scales`."""
     (G, I, E), S = index.query.shape, len(view.seq_lens_S)  # noqa: E741
     group = index.heads // G
     arguments = {
         "q": q_NX, "query": index.query, "query_start": view.query_start_S1,
-        "out": torch.empty(S, index.heads, I, device=q_NX.device), "q_row": q_NX.stride(0), "GROUP": group, "E": E,
+        "out": torch.empty(S, 2, index.heads, I, dtype=torch.float16, device=q_NX.device),
+        "scales": torch.empty(S, index.heads, device=q_NX.device), "q_row": q_NX.stride(0), "GROUP": group, "E": E,
         "BLOCK_J": max(16, triton.next_power_of_2(group)), "BLOCK_E": max(16, triton.next_power_of_2(E)),
         **_pairs_of(index, rotation_N1P),
     }  # fmt: skip
@@ -375,6 +407,7 @@ def select_launch(scores_SL: Tensor, counts: Sequence[int], view: CacheView, mos
         "scores": scores_SL, "counts": counts_S, "table": view.block_table_SB, "seq_lens": view.seq_lens_S,
         "slots": slots, "positions": positions, "table_row": view.block_table_SB.stride(0),
         "width": scores_SL.shape[1], "most": most, "limit": limit, "COUNTS": not equal,
+        "STRETCH": STRETCH,
         "BLOCK_SIZE": view.block_size, "BLOCK_L": BLOCK_L,
     }  # fmt: skip
 
@@ -389,12 +422,13 @@ def choose(
     with torch.cuda.device_of(q_NX):
         query_grid, query_arguments = query_launch(q_NX, index, rotation_N1P, view)
         query_kernel[query_grid](**query_arguments, num_warps=4)
-        grid, arguments = launches(keys, query_arguments["out"], view)
+        grid, arguments = launches(keys, query_arguments["out"], query_arguments["scales"], view)
         lse = torch.empty(*grid, index.heads, device=device)
         lse_kernel[grid](**arguments, out=lse)
-        scores_SL = torch.empty(S, L, device=device)
+        scores_SL = torch.empty(S, triton.cdiv(L, STRETCH) * STRETCH, device=device)
         score_kernel[grid](
-            **arguments, lse=lse, sinks=lse if index.sinks is None else index.sinks, out=scores_SL, width=L,
+            **arguments, lse=lse, sinks=lse if index.sinks is None else index.sinks, out=scores_SL,
+            width=scores_SL.shape[1],
             sink=index.sink, window=index.window, stride=index.stride, SINKS=index.sinks is not None,
         )  # fmt: skip
         selection = select_launch(scores_SL, counts, view, most)

@@ -16,7 +16,9 @@ from typing import Any
 
 FILE = Path(__file__).with_suffix(".json")
 # Constants of a launch that change its loop; others change addresses and bounds.
-TILE = ("D", "V", "V_IN_K", "GATED", "BLOCK_M", "BLOCK_N", "BLOCK_O", "BLOCK_K", "num_warps")
+TILE = (
+    "D", "V", "V_IN_K", "GATED", "BLOCK_M", "BLOCK_N", "BLOCK_O", "BLOCK_K", "BLOCK_C", "HEADS", "BLOCK_P", "num_warps"
+)  # fmt: skip
 # Warps of a Triton kernel that does not state them.
 DEFAULT_WARPS = 4
 
@@ -39,7 +41,7 @@ def derive(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     lines = []
     for row in rows:
         constants, inner = row["constants"], row["loop"]
-        dtype = re.search(r"fp8|fp16|fp32", row["name"])
+        dtype = re.search(r"fp8|fp16|fp32|int8|coded", row["name"])
         loop = Loop(
             inner["all"], inner["exponential"], row["instructions"]["all"] - inner["all"],
             constants.get("num_warps", DEFAULT_WARPS), row["registers"], row["shared"],
