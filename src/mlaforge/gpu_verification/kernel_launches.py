@@ -147,10 +147,10 @@ def select(kernel: str, gpu: GpuProperties) -> KernelLaunch:
             selection.query_kernel, selection.query_launch(q, index, rotation, view)[1], {"num_warps": 4}
         )  # fmt: skip
     if kernel == "select":
-        arguments = selection.select_launch(torch.zeros(S, L), (1024,) * S, view, 1024)
+        arguments = selection.select_launch(torch.zeros(S, L), (1024,) * S, view, 1024, 256)
         # With Triton 3.6; none with 3.9.
         return KernelLaunch(selection.select_kernel, arguments, {"num_warps": 16}, None, 2 * SPILLED)
-    _, arguments = selection.launches(keys, torch.zeros(S, 2, H, W, dtype=torch.float16), torch.zeros(S, H), view)
+    _, arguments = selection.launches(keys, torch.zeros(S, 2, H, W, dtype=torch.float16), torch.zeros(S, H), view, gpu)
     out = torch.zeros(S, L)
     if kernel == "lse":
         return KernelLaunch(selection.lse_kernel, arguments | {"out": out}, {})
@@ -256,12 +256,16 @@ class LatentShape:
     P: int = 32768
     selected: bool = False
 
+    @property
+    def format(self) -> Plain | Coded:
+        return Plain(self.code, self.stored) if isinstance(self.code, int) else Coded(self.code)
+
     def launches(self, gpu: GpuProperties) -> latent.Launches:
         """The launches that ops/ chooses; tensors of the real sizes are meta tensors."""
         H, G, D, S, P, T = self.heads, self.kv_heads, self.head_dim, self.S, self.P, self.T
         bf16 = torch.bfloat16
         with torch.device("meta"):
-            columns, format = None, Plain(self.code, self.stored) if isinstance(self.code, int) else Coded(self.code)
+            columns, format = None, self.format
             weight = value = torch.empty(G, D, format.width, dtype=bf16)
             if isinstance(format, Coded):
                 columns = integer_columns(format.counts)
@@ -290,6 +294,7 @@ LATENT = {
     "latent coded verify": LatentShape(64, 8, 64, CODED_832, T=4),
     "latent coded tree": LatentShape(64, 8, 64, CODED_832, T=17, S=1),
     "latent coded sparse": LatentShape(64, 8, 64, CODED_832, S=64, P=1024, selected=True),
+    "latent coded sparse, 8 sequences": LatentShape(64, 8, 64, CODED_832, S=8, P=1024, selected=True),
     "latent coded sparse, 1 sequence": LatentShape(64, 8, 64, CODED_832, S=1, P=1024, selected=True),
     "latent coded 128": LatentShape(32, 8, 128, (1024, 1024, 1024, 1024, 512, 256, 128)),
     "latent small": LatentShape(9, 3, 64, 192, P=8192),

@@ -18,7 +18,7 @@ import torch
 
 from mlaforge.bench import kernels
 from mlaforge.families.spec import MoeSpec
-from mlaforge.gpu_verification.kernel_launches import LatentShape
+from mlaforge.gpu_verification.kernel_launches import CODED_832, LatentShape
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.planning.costs import GPUS, Cost, experts_touched
@@ -166,13 +166,14 @@ def selection_times(heads: int, width: int, S: int, P: int, topk: int, chip: Chi
     """Times of a selection's kernels over P tokens of each sequence, by name, without the write of new keys."""
     from mlaforge.ops import token_selection_triton as selection
 
-    stretches = math.ceil(P / selection.STRETCH)
+    stretch = selection.stretch_of(S, P, properties(chip))
+    stretches = math.ceil(P / stretch)
     loops = {name: find(f"{name}_kernel", chip.capability, None) for name in ("query", "lse", "score", "select")}
     if None in loops.values():
         return None
     H, I = max(16, heads), max(16, width)  # noqa: E741
     keys, scores = float(S * P * width), 4.0 * S * P
-    steps = selection.STRETCH / selection.BLOCK_N
+    steps = stretch / selection.BLOCK_N
     flops = 2.0 * H * I * selection.BLOCK_N * selection.PRODUCTS
     works = {
         "query": Work(S * 8, 1, 2.0 * 16 * I * 64, 4.0 * S * heads * width, 32.0 * S * heads * width, FIRST_LOADS),
@@ -265,6 +266,14 @@ FORMS = {
     "GQA, window 128": ("gqa 64/8 x 64, window 128", torch.bfloat16),
     "latent_rope 512+64": ("mla 64, 512+64", torch.bfloat16),
 }
+# Latent attention of GPT-OSS: plain rows of bf16, coded ones, and TOPK of those that an index of INDEX_WIDTH numbers
+# selects.
+TOPK, INDEX_WIDTH = 1024, 64
+LATENT_FORMS = {
+    "latent 832": LatentShape(64, 8, 64, 832),
+    "latent 832, coded": LatentShape(64, 8, 64, CODED_832),
+    "latent 832, coded, 1,024 read": LatentShape(64, 8, 64, CODED_832),
+}
 CONTEXTS, BATCHES = (8192, 32768, 131072), (1, 8, 64)
 PARTS = ("gate and up", "down", "sum")
 # Name -> layers with full attention and as many with a window, sizes of the experts.
@@ -315,6 +324,42 @@ def attention_table() -> str:
     return markdown_table(rows)
 
 
+def sparse_time(shape: LatentShape, S: int, P: int, chip: Chip) -> tuple[float, float]:
+    """Seconds of a layer's chosen rows, and of their selection among P tokens."""
+    rows = latent_times(dataclasses.replace(shape, S=S, P=TOPK, selected=True), chip)
+    chosen = selection_times(shape.heads, INDEX_WIDTH, S, P, TOPK, chip)
+    assert rows and chosen
+    return sum(time.total for time in rows.values()), sum(time.total for time in chosen.values())
+
+
+def latent_roof(shape: LatentShape, S: int, P: int, sparse: bool) -> float:
+    """Seconds of a layer at the roof: of latent attention with products of bf16 over all rows or TOPK of them, and of
+    the products with all index keys."""
+    format = shape.format
+    read = TOPK if sparse else P
+    R, H, G, D = format.width, shape.heads, shape.kv_heads, shape.head_dim
+    cost = Cost(2.0 * S * read * (G * D * R + H * D + H * R), float(S * read * format.unit_bytes))
+    if sparse:
+        return ROOF.seconds(cost) + ROOF.seconds(Cost(2.0 * S * P * H * INDEX_WIDTH, float(S * P * INDEX_WIDTH)))
+    return ROOF.seconds(cost)
+
+
+def latent_table() -> str:
+    """Latent attention of one layer by kernel, one token per sequence."""
+    names = ("integers", "logits", "sum", "merge")
+    rows: list[tuple[str, ...]] = [("rows", "tokens", "batch", "us", "share", *names, "selection")]
+    for (name, shape), P, S in itertools.product(LATENT_FORMS.items(), CONTEXTS, BATCHES):
+        sparse = name.endswith("read")
+        times = latent_times(dataclasses.replace(shape, S=S, P=TOPK if sparse else P, selected=sparse), HOPPER)
+        assert times, name
+        selected = sparse_time(shape, S, P, HOPPER)[1] if sparse else 0.0
+        total = sum(time.total for time in times.values()) + selected
+        parts = [us(times[part].total) if part in times else "" for part in names]
+        share = f"{latent_roof(shape, S, P, sparse) / total:.0%}"
+        rows.append((name, f"{P:,}", str(S), us(total), share, *parts, us(selected) if sparse else ""))
+    return markdown_table(rows)
+
+
 def experts_table() -> str:
     """Experts of one layer."""
     rows = [("experts", "tokens", "part", "us", "share", "limit", "memory", "multiprocessors")]
@@ -329,7 +374,7 @@ def experts_table() -> str:
 
 def step_table() -> str:
     """Attention and experts of all layers in a decode step."""
-    parts = ("attention, GQA", "attention, latent_rope", "experts")
+    parts = ("attention, GQA", "attention, latent_rope", "attention, coded, 1,024 read", "experts")
     rows = [["model", "tokens", "batch", *(cell for part in parts for cell in (part, "share"))]]
     for (name, (layers, sizes)), P, S in itertools.product(MODELS.items(), CONTEXTS, BATCHES):
         cells = [name, f"{P:,}", str(S)]
@@ -341,6 +386,13 @@ def step_table() -> str:
                 total += layers * sum(time.total for time in times)
                 roof += layers * ROOF.seconds(kernels.cost(layout, S, P, 1, 2))
             cells += [us(total), f"{roof / total:.0%}"]
+        window = kernels.LAYOUTS[FORMS["GQA, window 128"][0]]
+        windows = attention_times(window, S, P, 1, torch.bfloat16, torch.bfloat16, HOPPER)
+        assert windows
+        coded = LATENT_FORMS["latent 832, coded"]
+        total = layers * (sum(sparse_time(coded, S, P, HOPPER)) + sum(time.total for time in windows))
+        roof = layers * (latent_roof(coded, S, P, True) + ROOF.seconds(kernels.cost(window, S, P, 1, 2)))
+        cells += [us(total), f"{roof / total:.0%}"]
         experts = [experts_time(sizes, part, S, torch.bfloat16, HOPPER) for part in PARTS]
         total = 2 * layers * sum(time.total for time in experts if time)
         roof = 2 * layers * sum(ROOF.seconds(experts_cost(sizes, part, S, 2)) for part in PARTS)
@@ -353,6 +405,7 @@ def page() -> str:
     sections = {
         "Published kernels": published_table(),
         "Attention: microseconds of one layer, one token per sequence": attention_table(),
+        "Latent attention: microseconds of one layer, one token per sequence": latent_table(),
         "MXFP4 experts: microseconds of one layer, without routing": experts_table(),
         "Decode step: microseconds of all layers, half of them with a window of 128": step_table(),
     }

@@ -343,18 +343,15 @@ class Tiles:
 def logit_tiles(rows: int, G: int, pairs: int, itemsize: int, gpu: GpuProperties) -> Tiles:
     """Choose tiles for so many rows of all sequences and padded rotary pairs.
 
-    Large tiles read W_uk and rows less often; few rows need small ones, so that every multiprocessor has one.
+    Large tiles read W_uk and rows less often; small ones are for rows that would leave half of the multiprocessors
+    without a tile.
     """
     if itemsize == 4:
         # For parity only: exact products have no tensor core.
         return Tiles(16, 1, 16, 4, 2)
-    heads = max(1, min(triton.next_power_of_2(G), MOST_ROWS // pairs))
-    block = MOST_ROWS
-    while block * heads > 64 and triton.cdiv(rows, block) * triton.cdiv(G, heads) < gpu.multiprocessors:
-        if block > 64 or heads == 1:
-            block //= 2
-        else:
-            heads //= 2
+    block, heads = MOST_ROWS, max(1, min(triton.next_power_of_2(G), MOST_ROWS // pairs))
+    if 2 * triton.cdiv(rows, block) * triton.cdiv(G, heads) < gpu.multiprocessors:
+        block, heads = 64, 1
     warps = 8 if block * heads * pairs >= 64 * 128 else 4
     step = STEP
     for stages in (4, 3, 2):

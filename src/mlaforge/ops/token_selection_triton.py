@@ -25,13 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.gpu_properties import GpuProperties, gpu_properties
 from mlaforge.runtime import on_device
 
 if TYPE_CHECKING:
     from mlaforge.ops.token_selection import TokenIndex
 
-# Tokens per program, and per tile of logits; scores per step of the selection.
-STRETCH, BLOCK_N, BLOCK_L = 256, 64, 8192
+# Tokens per program, if all multiprocessors then have one, and per tile of logits; scores per step of the selection.
+STRETCHES, BLOCK_N, BLOCK_L = (2048, 1024, 512, 256), 64, 8192
 # Products of a logit: of the two parts of a query.
 PRODUCTS = 2
 # Tokens whose keys a program computes, and features per step.
@@ -135,11 +136,11 @@ def query_kernel(
 
 @triton.jit
 def _logits(
-    queries, scales, keys, blocks, start, length, key_tile, key_number, key_token,
+    queries, keys, blocks, start, length, key_tile, key_number, key_token,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Return base-2 logits of the tokens from `start` on, -inf for masked heads and tokens: [BLOCK_H, BLOCK_N], or
+    """Return unscaled logits of the tokens from `start` on, -inf for masked heads and tokens: [BLOCK_H, BLOCK_N], or
     BY_TOKEN [BLOCK_N, BLOCK_H], so that a sum's terms are in few threads. Index keys are stored by 16 tokens, element
     by element, with any strides."""
     h, i, t = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I), start + tl.arange(0, BLOCK_N)
@@ -153,18 +154,33 @@ def _logits(
         keys + at[:, None, None] + i[None, :, None] * key_number + tl.arange(0, 16)[None, None, :] * key_token,
         mask=started[:, None, None] & (i < WIDTH)[None, :, None], other=0,
     )  # fmt: skip
-    key_tile = tl.permute(key_tiles, (1, 0, 2)).reshape(BLOCK_I, BLOCK_N)
+    key_tile = tl.permute(key_tiles.to(tl.float16), (1, 0, 2)).reshape(BLOCK_I, BLOCK_N)
     mask = (h < HEADS)[:, None] & (i < WIDTH)[None, :]
     query = queries + h[:, None] * WIDTH + i[None, :]
-    number = key_tile.to(tl.float16)
+    number = key_tile
     first, second = tl.load(query, mask=mask, other=0.0), tl.load(query + HEADS * WIDTH, mask=mask, other=0.0)
-    scale = tl.load(scales + h, mask=h < HEADS, other=0.0)
     if BY_TOKEN:
         number = tl.trans(number)
-        logits = tl.dot(number, tl.trans(second), tl.dot(number, tl.trans(first))) * scale[None, :]
-        return tl.where(live[:, None] & (h < HEADS)[None, :], logits, float("-inf"))
-    logits = tl.dot(second, number, tl.dot(first, number)) * scale[:, None]
-    return tl.where(live[None, :] & (h < HEADS)[:, None], logits, float("-inf"))
+        logits, seen, real = (
+            tl.dot(number, tl.trans(second), tl.dot(number, tl.trans(first))),
+            live[:, None],
+            h[None, :],
+        )
+    else:
+        logits, seen, real = tl.dot(second, number, tl.dot(first, number)), live[None, :], h[:, None]
+    if HEADS < BLOCK_H:
+        seen = seen & (real < HEADS)
+        logits = tl.where(seen, logits, float("-inf"))
+    elif start + BLOCK_N > length:
+        logits = tl.where(seen, logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+def _scales(scales, HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Load the scales of logits: base-2 ones are products times them. They are positive, 1 for padding heads."""
+    h = tl.arange(0, BLOCK_H)
+    return tl.load(scales + h, mask=h < HEADS, other=1.0)
 
 
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["table", "seq_lens"])
@@ -177,16 +193,17 @@ def lse_kernel(
     stretch, in base 2."""
     s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(seq_lens + s)
+    scale = _scales(scales + s * HEADS, HEADS, BLOCK_H)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(part * STRETCH, tl.minimum(part * STRETCH + STRETCH, length), BLOCK_N):
         logits = _logits(
-            queries + s * 2 * HEADS * WIDTH, scales + s * HEADS, keys, table + s * table_row, start, length, key_tile,
-            key_number, key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N, False,
+            queries + s * 2 * HEADS * WIDTH, keys, table + s * table_row, start, length, key_tile, key_number,
+            key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N, False,
         )  # fmt: skip
-        higher = tl.maximum(peak, tl.max(logits, 1))
+        higher = tl.maximum(peak, tl.max(logits, 1) * scale)
         level = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2(peak - level) + tl.sum(tl.exp2(logits - level[:, None]), 1)
+        total = total * tl.exp2(peak - level) + tl.sum(tl.exp2(logits * scale[:, None] - level[:, None]), 1)
         peak = higher
     h = tl.arange(0, BLOCK_H)
     lse = tl.where(total > 0, peak + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
@@ -210,7 +227,7 @@ def score_kernel(
     length = tl.load(seq_lens + s)
     if part * STRETCH >= length:
         return
-    h = tl.arange(0, BLOCK_H)
+    h, scale = tl.arange(0, BLOCK_H), _scales(scales + s * HEADS, HEADS, BLOCK_H)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     if SINKS:
         peak = tl.load(sinks + h, mask=h < HEADS, other=float("-inf")) * 1.4426950408889634
@@ -230,10 +247,10 @@ def score_kernel(
     level = tl.where(total > 0, peak + tl.log2(tl.where(total > 0, total, 1.0)), 0.0)
     for start in range(part * STRETCH, part * STRETCH + STRETCH, BLOCK_N):
         logits = _logits(
-            queries + s * 2 * HEADS * WIDTH, scales + s * HEADS, keys, table + s * table_row, start, length, key_tile,
-            key_number, key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N, True,
+            queries + s * 2 * HEADS * WIDTH, keys, table + s * table_row, start, length, key_tile, key_number,
+            key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N, True,
         )  # fmt: skip
-        score = tl.sum(tl.exp2(logits - level[None, :]), 1) / HEADS
+        score = tl.sum(tl.exp2(logits * scale[None, :] - level[None, :]), 1) / HEADS
         t = start + tl.arange(0, BLOCK_N)
         forced = (t < sink) | (t >= length - window)
         if stride > 0:
@@ -325,21 +342,28 @@ def supports(
     return True
 
 
+def stretch_of(S: int, length: int, gpu: GpuProperties) -> int:
+    """Return the tokens of a program: a program reads what all programs of its sequence found."""
+    enough = [stretch for stretch in STRETCHES if S * triton.cdiv(length, stretch) >= gpu.multiprocessors]
+    return enough[0] if enough else STRETCHES[-1]
+
+
 def launches(
-    keys: Tensor, queries_S2HI: Tensor, scales_SH: Tensor, view: CacheView
+    keys: Tensor, queries_S2HI: Tensor, scales_SH: Tensor, view: CacheView, gpu: GpuProperties | None = None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return the grid of both kernels, and their common arguments by name."""
     S, _, H, I = queries_S2HI.shape  # noqa: E741
+    stretch = stretch_of(S, view.max_seq_len, gpu or gpu_properties(keys.device))
     sizes = {
         "HEADS": H, "WIDTH": I, "BLOCK_SIZE": view.block_size, "BLOCK_H": max(16, triton.next_power_of_2(H)),
-        "BLOCK_I": max(16, triton.next_power_of_2(I)), "BLOCK_N": BLOCK_N, "STRETCH": STRETCH,
+        "BLOCK_I": max(16, triton.next_power_of_2(I)), "BLOCK_N": BLOCK_N, "STRETCH": stretch,
     }  # fmt: skip
     arguments = {
         "queries": queries_S2HI, "scales": scales_SH, "keys": keys, "table": view.block_table_SB,
         "seq_lens": view.seq_lens_S, "table_row": view.block_table_SB.stride(0), "key_tile": keys.stride(0), "key_number": keys.stride(1),
         "key_token": keys.stride(2), **sizes,
     }  # fmt: skip
-    return (S, triton.cdiv(view.max_seq_len, STRETCH)), arguments
+    return (S, triton.cdiv(view.max_seq_len, stretch)), arguments
 
 
 def _pairs_of(index: TokenIndex, rotation_N1P: Tensor) -> dict[str, Any]:
@@ -395,7 +419,7 @@ def query_launch(
     return (S, G), arguments
 
 
-def select_launch(scores_SL: Tensor, counts: Sequence[int], view: CacheView, most: int) -> dict[str, Any]:
+def select_launch(scores_SL: Tensor, counts: Sequence[int], view: CacheView, most: int, stretch: int) -> dict[str, Any]:
     """Return the arguments of a selection. Allocates `slots` and `positions`, int32 [S, most]."""
     limit = max(counts)
     # Of a captured step the host knows bounds only, which are equal.
@@ -407,7 +431,7 @@ def select_launch(scores_SL: Tensor, counts: Sequence[int], view: CacheView, mos
         "scores": scores_SL, "counts": counts_S, "table": view.block_table_SB, "seq_lens": view.seq_lens_S,
         "slots": slots, "positions": positions, "table_row": view.block_table_SB.stride(0),
         "width": scores_SL.shape[1], "most": most, "limit": limit, "COUNTS": not equal,
-        "STRETCH": STRETCH,
+        "STRETCH": stretch,
         "BLOCK_SIZE": view.block_size, "BLOCK_L": BLOCK_L,
     }  # fmt: skip
 
@@ -417,7 +441,7 @@ def choose(
     multiple: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """ops/token_selection.py's `select_tokens`."""
-    S, L, device = len(counts), view.max_seq_len, q_NX.device
+    S, device = len(counts), q_NX.device
     most = triton.cdiv(max(counts), multiple) * multiple
     with torch.cuda.device_of(q_NX):
         query_grid, query_arguments = query_launch(q_NX, index, rotation_N1P, view)
@@ -425,13 +449,13 @@ def choose(
         grid, arguments = launches(keys, query_arguments["out"], query_arguments["scales"], view)
         lse = torch.empty(*grid, index.heads, device=device)
         lse_kernel[grid](**arguments, out=lse)
-        scores_SL = torch.empty(S, triton.cdiv(L, STRETCH) * STRETCH, device=device)
+        scores_SL = torch.empty(S, grid[1] * arguments["STRETCH"], device=device)
         score_kernel[grid](
             **arguments, lse=lse, sinks=lse if index.sinks is None else index.sinks, out=scores_SL,
             width=scores_SL.shape[1],
             sink=index.sink, window=index.window, stride=index.stride, SINKS=index.sinks is not None,
         )  # fmt: skip
-        selection = select_launch(scores_SL, counts, view, most)
+        selection = select_launch(scores_SL, counts, view, most, arguments["STRETCH"])
         select_kernel[(S,)](**selection, num_warps=16)
     return selection["slots"], selection["positions"]
 

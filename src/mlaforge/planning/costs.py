@@ -38,16 +38,14 @@ class Cost:
 
 def attention_op(
     layer: LayerSpec, chosen: LayerPlan, context: int, batch: int = 1, queries: int = 1, stored: str = "bf16",
-    keys_on_chip: bool = True,
+    caches_keys: bool = False,
 ) -> Cost:  # fmt: skip
     """Attention over the cache in one layer and one step, T = `queries` per request, without its projections.
 
     FLOPs per cached token: gqa T·4·H·d. latent_rope, absorbed: T·(2·H·(r + d_r) + 2·H·r). latent: keys are
     decompressed once, 2·r·G·d, then T·(2·H·d + 2·H·r) for scores and absorbed values. The cache is read once
-    per step for any T. Decompressed keys that do not stay on the chip are written and read again, 2·G·d bytes each.
-
-    A sparse layer reads `topk` tokens, selected by one query token of each request from the index keys of all: `index`
-    bytes and 2·H·index FLOPs per token. On a CPU, keys decompressed by the previous step are reused.
+    per step for any T. A sparse layer reads `topk` tokens; caches_keys: without decompressing again those that the
+    previous step read.
     """
     H, G, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
     r, d_r = chosen.kv_lora_rank, chosen.qk_rope_head_dim
@@ -57,16 +55,21 @@ def attention_op(
     if chosen.layout == "gqa":
         per_token = queries * 4 * H * d
     elif chosen.layout == "latent":
-        decompressed = NEW_TOKEN_SHARE if keys_on_chip and read < cached else 1.0
+        decompressed = NEW_TOKEN_SHARE if caches_keys and read < cached else 1.0
         per_token = decompressed * 2 * r * G * d + queries * 2 * H * (d + r)
     else:
         assert chosen.layout == "latent_rope"
         per_token = queries * 2 * H * (2 * r + d_r)
-    moved = 0 if keys_on_chip or chosen.layout != "latent" else 2 * 2 * G * d * read
-    attention = Cost(batch * read * per_token, batch * (chosen.row_bytes(layer, read, stored) + moved))
-    if read == cached:
-        return attention
-    return attention + Cost(batch * cached * 2.0 * H * chosen.index, batch * cached * chosen.index)
+    return Cost(batch * read * per_token, batch * chosen.row_bytes(layer, read, stored))
+
+
+def index_op(layer: LayerSpec, chosen: LayerPlan, context: int, batch: int = 1) -> Cost:
+    """Selection in one sparse layer by one query token of each request: `index` bytes and 2·H·index FLOPs for every
+    cached token."""
+    cached = tokens_cached(layer, context)
+    if not chosen.topk or chosen.topk >= cached:
+        return Cost(0.0, 0.0)
+    return Cost(batch * cached * 2.0 * layer.num_heads * chosen.index, batch * cached * chosen.index)
 
 
 def projection_params(spec: ModelSpec, layer: LayerSpec, chosen: LayerPlan) -> int:
@@ -127,8 +130,9 @@ class Gpu:
     bandwidth_tbs: TB/s (1e12 bytes). memory_gib: as the driver reports it. achievable: share of the datasheet's FLOP/s
     that a good matrix product reaches; read: the same of its bandwidth. row_bandwidths: maximum bytes per second at
     which attention reads cached rows, by storage format or layout. coded_products: speed of attention's products over
-    coded rows, relative to bf16. keys_on_chip: a kernel keeps decompressed keys on the chip. fp8: kernels convert
-    float8_e4m3fn.
+    coded rows, relative to bf16. caches_keys: keys that a sparse step decompresses are cached for the next one. fp8:
+    kernels convert float8_e4m3fn. shares: share of the roof that kernels reach, by storage format or layout, `index` of
+    a selection, `weights`, and `experts` with packed weights.
     """
 
     name: str
@@ -140,8 +144,9 @@ class Gpu:
     read: float = 1.0
     row_bandwidths: Mapping[str, float] = field(default_factory=dict)
     coded_products: float = 1.0
-    keys_on_chip: bool = False
+    caches_keys: bool = False
     fp8: bool = True
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def flops(self) -> float:
@@ -169,8 +174,8 @@ class Gpu:
 
     def seconds(self, cost: Cost, rows: str = "") -> float:
         """Roofline: bytes at full bandwidth or FLOPs at the achievable rate, whichever takes longer. rows: key of
-        `row_bandwidths` if the bytes are cached rows."""
-        return max(self._read_seconds(cost, rows), self._product_seconds(cost, rows))
+        `row_bandwidths` if the bytes are cached rows, and of `shares`."""
+        return max(self._read_seconds(cost, rows), self._product_seconds(cost, rows)) / self.shares.get(rows, 1.0)
 
     def bound(self, cost: Cost, rows: str = "") -> str:
         """Limiting resource: `bandwidth` or `compute`."""
@@ -183,9 +188,15 @@ class Gpu:
         return cost.bytes / min(self.bandwidth, self.row_bandwidths.get(rows, math.inf))
 
 
+# Predicted shares of an H100's roof at 64 sequences of 32,768 tokens (docs/reference/kernel-times.md; a test compares
+# them), none measured. Assumed for other GPUs, and of weights: a copy's share of the bandwidth.
+SHARES = {
+    "bf16": 0.90, "fp8": 0.90, "int8": 0.90, "latent": 0.61, "latent_rope": 0.73, "coded": 0.65, "index": 0.20,
+    "experts": 0.71, "weights": 0.90,
+}  # fmt: skip
 # Datasheets only; this CPU is measured (machines.py).
 GPUS = {
-    gpu.name: gpu
+    gpu.name: replace(gpu, shares=SHARES)
     for gpu in (
         Gpu("h200", 989.0, 4.8, 140.4, "NVIDIA H200 SXM datasheet, 141 GB; sparse figure 1979 halved"),
         Gpu("h100", 989.0, 3.35, 79.6, "NVIDIA H100 SXM datasheet, 80 GB; sparse figure 1979 halved"),

@@ -30,7 +30,7 @@ class Form:
 
     loss: typical loss, nats per token. devices: where the engine reads such rows without decoding all of them first.
     selection_ratio: a generated token reads one of this many tokens, and at contexts shorter than the measured one as
-    many as there; 0: it reads all.
+    many as there. reads: or so many at every context. 0 and 0: it reads all.
     """
 
     stored: str
@@ -40,15 +40,21 @@ class Form:
     bits: float | None = None
     devices: tuple[str, ...] = ("cpu", "gpu")
     selection_ratio: int = 0
+    reads: int = 0
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a generated token reads a selection."""
+        return bool(self.selection_ratio or self.reads)
 
     def topk(self, context: int) -> int:
         """Tokens that a generated token reads; 0: all."""
-        return max(SELECTED_FROM, context) // self.selection_ratio if self.selection_ratio else 0
+        return max(SELECTED_FROM, context) // self.selection_ratio if self.selection_ratio else self.reads
 
     def plan(self, spec: ModelSpec, layers: str, context: int) -> Plan:
         """The form as a plan for a model. Raise UserError if the model does not support it."""
         plan = self._dense(spec, layers)
-        return sparse(plan, self.topk(context)) if self.selection_ratio else plan
+        return sparse(plan, self.topk(context)) if self.sparse else plan
 
     def _dense(self, spec: ModelSpec, layers: str) -> Plan:
         if self.layout == "gqa":
@@ -60,7 +66,7 @@ class Form:
 
     def advice(self, context: int) -> str:
         """First clause of the recommendation, with the commands or options that apply the form."""
-        sparsify = f"mlaforge sparsify --topk {self.topk(context)}" if self.selection_ratio else ""
+        sparsify = f"mlaforge sparsify --topk {self.topk(context)}" if self.sparse else ""
         if self.layout == "gqa":
             element = row_format(self.stored, (64, 64)).parts[0].bits
             bits = element if element <= 8 else None
@@ -74,8 +80,8 @@ class Form:
             option = f"--bits {self.bits:g}" + (f" --layout {self.layout}" if self.layout != "latent" else "")
         else:
             rows, option = "plain", f"--layout {self.layout} --budget {self.budget:g}"
-        read = f"--topk {self.topk(context)}" if self.selection_ratio else "--dense"
-        action = f"Convert to {self.layout} with {rows} rows" + (", read sparsely" if self.selection_ratio else "")
+        read = f"--topk {self.topk(context)}" if self.sparse else "--dense"
+        action = f"Convert to {self.layout} with {rows} rows" + (", read sparsely" if self.sparse else "")
         return f"{action} (mlaforge convert {option} {read})"
 
     @property
@@ -86,7 +92,7 @@ class Form:
 
 FORMS = (
     Form("bf16", 0.0),
-    Form("int8", 0.0017, devices=("cpu",)),
+    Form("int8", 0.0017),
     Form("fp8", 0.0129, devices=("gpu",)),
     Form("int4", 0.0114, devices=("cpu",)),
     Form("bf16", 0.0075, "latent", budget=0.75),
@@ -94,13 +100,15 @@ FORMS = (
     Form("bf16", 0.3030, "latent", budget=0.375),
     Form("bf16", 0.0782, "latent_rope", budget=0.75),
     Form("bf16", 0.3345, "latent_rope", budget=0.5),
-    Form("coded", 0.0045, "latent", bits=4.0, devices=("cpu",)),
-    Form("coded", 0.0184, "latent", bits=3.0, devices=("cpu",)),
-    Form("coded", 0.0723, "latent", bits=2.0, devices=("cpu",)),
+    Form("coded", 0.0045, "latent", bits=4.0),
+    Form("coded", 0.0184, "latent", bits=3.0),
+    Form("coded", 0.0723, "latent", bits=2.0),
     Form("coded", 0.0836, "latent_rope", bits=4.0, devices=("cpu",)),
     Form("bf16", 0.0061, selection_ratio=8),
     Form("bf16", 0.0171, selection_ratio=16),
-    Form("int8", 0.0017 + 0.0061, selection_ratio=8, devices=("cpu",)),
+    Form("bf16", 0.0061, reads=1024),
+    Form("int8", 0.0017 + 0.0061, selection_ratio=8),
     Form("bf16", 0.0923 + 0.0055, "latent", budget=0.5, selection_ratio=8),
-    Form("coded", 0.0045 + 0.0058, "latent", bits=4.0, selection_ratio=8, devices=("cpu",)),
+    Form("coded", 0.0045 + 0.0058, "latent", bits=4.0, selection_ratio=8),
+    Form("coded", 0.0045 + 0.0058, "latent", bits=4.0, reads=1024),
 )

@@ -77,7 +77,7 @@ def decoding_cpu(flops: float, bandwidth: float, memory_gib: float, threads: int
     return Gpu(
         "cpu", flops / 1e12, bandwidth / 1e12, round(memory_gib, 1), source, achievable=PRODUCT_SHARE, read=READ_SHARE,
         row_bandwidths={rows: threads * speed for rows, speed in ROW_BANDWIDTHS.items()},
-        coded_products=CODED_PRODUCTS, keys_on_chip=True,
+        coded_products=CODED_PRODUCTS, caches_keys=True,
     )  # fmt: skip
 
 

@@ -11,10 +11,8 @@ from mlaforge.planning.forms import MEASURED_ON, SELECTED_FROM
 from mlaforge.planning.roofline import Row, decode_step, in_bytes, in_digits, slowdown
 from mlaforge.planning.selection import sparse
 
-# Typical loss, in nats per token, that is acceptable in exchange for speed: 1 % of perplexity.
-SMALL_LOSS = math.log(1.01)
-# Largest typical loss of a recommended form: healing recovers a part of it.
-MAX_LOSS = math.log(1.10)
+# Largest typical loss of a recommended form, in nats per token: 2 % of perplexity.
+SMALL_LOSS = math.log(1.02)
 # Step times within this ratio count as equal: a roofline is no more precise.
 SPEED_TOLERANCE = 1.05
 
@@ -31,9 +29,9 @@ class Recommendation:
 def recommend(rows: Sequence[Row]) -> Recommendation:
     """Choose among the rows that have a form. rows[0] is the unchanged original.
 
-    Forms that do not fit in memory are excluded. Of the rest, take the fastest of those with a typical loss of at most
-    1 %, or within 5 % of its time the one with the smallest loss. If there is none, take the smallest loss, up to 10 %.
-    If no such form fits, recommend no conversion and name the form with a small loss that holds most requests.
+    Forms that do not fit in memory, and those that typically lose more than 2 %, are excluded. Of the rest, take the
+    fastest, or within 5 % of its time the one with the smallest loss. If there is none, recommend no conversion and
+    name the form that holds most requests at such a loss.
     """
     candidates = [row for row in rows if row.form]
     original = candidates[0]
@@ -43,13 +41,10 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
         fastest = min(near, key=lambda row: row.verify.total)
         best = min((row for row in near if row.verify.total <= SPEED_TOLERANCE * fastest.verify.total), key=loss)
         if best is fastest:
-            why = "it is the fastest of the forms that fit and typically lose at most 1 %"
+            why = "it is the fastest of the forms that fit and typically lose at most 2 %"
         else:
-            why = f"no form that fits and typically loses at most 1 % is more than {SPEED_TOLERANCE - 1:.0%} faster"
+            why = f"no form that fits and typically loses at most 2 % is more than {SPEED_TOLERANCE - 1:.0%} faster"
             why += f" ({fastest.label}: {in_digits(fastest.verify.total * 1e3)} ms, {percent(fastest)})"
-    elif fitting and min(map(loss, fitting)) <= MAX_LOSS:
-        best = min(fitting, key=loss)
-        why = "nothing that fits typically loses at most 1 %, and this loses least; healing recovers a part"
     else:
         return _too_large(candidates, fitting)
     return Recommendation(best, _sentence(best, original), [f"Why: {why}.", *_alternatives(best, fitting, candidates)])
@@ -61,11 +56,11 @@ def _too_large(candidates: Sequence[Row], fitting: Sequence[Row]) -> Recommendat
     requests = f"{best.batch} request{'s' * (best.batch > 1)} of {best.context:,} tokens"
     memory, weights = f"{best.gpu.memory_gib:g} GiB", in_bytes(weight_bytes(best.plan))
     sentence = (
-        f"Nothing fits: no form of a typical loss up to {math.expm1(MAX_LOSS):.0%} holds {requests} on "
+        f"Nothing fits: no form of a typical loss up to {math.expm1(SMALL_LOSS):.0%} holds {requests} on "
         f"{best.gpu.name} ({memory}, of which the weights take {weights})."
     )
     advice = (
-        f"Of the forms that typically lose at most 1 %, {best.label} holds most: --batch {best.requests}."
+        f"Of the forms that typically lose at most 2 %, {best.label} holds most: --batch {best.requests}."
         if best.requests
         else "Not even one request fits: plan for a shorter --context, a smaller model or a machine with more memory."
     )
@@ -103,7 +98,7 @@ def _alternatives(best: Row, fitting: Sequence[Row], candidates: Sequence[Row]) 
     smallest = min(near, key=lambda row: row.plan.cache_bytes(row.context))
     if smallest is not best:
         reasons.append(
-            f"Least memory within 1 %: {smallest.label} holds {smallest.requests:,} requests of this context instead "
+            f"Least memory within 2 %: {smallest.label} holds {smallest.requests:,} requests of this context instead "
             f"of {best.requests:,}, at {in_digits(smallest.verify.total * 1e3)} ms a step and {percent(smallest)}."
         )
     fastest = min(fitting or candidates, key=lambda row: row.verify.total)
@@ -112,7 +107,7 @@ def _alternatives(best: Row, fitting: Sequence[Row], candidates: Sequence[Row]) 
             f"Least time at any loss: {fastest.label}, {in_digits(fastest.verify.total * 1e3)} ms a step at "
             f"{percent(fastest)}."
         )
-    reasons += [break_even(row, candidates[0]) for row in candidates if row.form and row.form.selection_ratio][:1]
+    reasons += [break_even(row, candidates[0]) for row in candidates if row.form and row.form.sparse][:1]
     if too_large := [row for row in candidates if not row.fits]:
         labels = ", ".join(f"{row.label} ({row.requests:,} requests)" for row in too_large)
         reasons.append(f"Does not fit: {labels}.")
@@ -127,7 +122,7 @@ def break_even(row: Row, original: Row) -> str:
     """Sentence on the shortest context, of the powers of two up to the model's maximum, at which a selection makes the
     original faster."""
     form, gpu, batch = row.form, row.gpu, row.batch
-    assert form is not None and form.selection_ratio
+    assert form is not None and form.sparse
     max_context = row.plan.spec.max_position_embeddings
     for context in (1 << power for power in range(10, max_context.bit_length())):
         if (topk := form.topk(context)) < context:

@@ -14,6 +14,7 @@ from mlaforge.ops.row_formats import common_tokens
 from mlaforge.planning.code_plan import coded_plan
 from mlaforge.planning.config import PlanConfig
 from mlaforge.planning.costs import Gpu, experts_touched, weight_bytes
+from mlaforge.planning.forms import SELECTED_FROM
 from mlaforge.planning.plan import (
     Plan,
     make_plan,
@@ -81,8 +82,8 @@ def run_plan(spec: ModelSpec, options: PlanConfig, converted: Plan | None = None
         notes.insert(0, f"the weights alone take {in_bytes(weights)}, and the machine has {gpu.memory_gib:g} GiB")
     if gpu.name != "cpu":
         notes.append(
-            "on a GPU the keys of latent are decompressed to memory; coded, int8 and int4 rows are for CPUs; "
-            "selections have not been run on a GPU"
+            "times on a GPU are predicted, none was measured (docs/reference/kernel-times.md); losses of selections "
+            f"were measured at {SELECTED_FROM:,} tokens; int4 rows and coded rows of latent_rope are for CPUs"
         )
     recommendation, requested = recommend(rows), None
     if plan := _requested_plan(spec, options, converted):

@@ -1,8 +1,8 @@
 """Roofline of a plan on a machine: time and memory of a decode step, and its limiting resource.
 
-A roofline is a bound, not a prediction: every part of a step runs at the machine's bandwidth or achievable FLOP/s,
-whichever takes longer, and parts run one after another. Activations, launches and drafting are free. On a CPU both
-rates are those that measured steps reach (machines.py).
+Every part of a step runs at the machine's bandwidth or achievable FLOP/s, whichever takes longer, and parts run one
+after another. Activations, launches and drafting are free. On a CPU both rates are those that measured steps reach
+(machines.py); on a GPU kernels reach predicted shares of them (costs.SHARES).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mlaforge.families.spec import ModelSpec
-from mlaforge.planning.costs import Cost, Gpu, attention_op, lm_head, mlp, projections, weight_bytes
+from mlaforge.planning.costs import Cost, Gpu, attention_op, index_op, lm_head, mlp, projections, weight_bytes
 from mlaforge.planning.forms import FORMS, Form
 from mlaforge.planning.plan import LayerPlan, Plan, select_layers
 from mlaforge.runtime import UserError
@@ -62,11 +62,13 @@ def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1
 
     for layer, chosen in zip(plan.spec.layers, plan.layers, strict=True):
         stored = plan.stored_as(chosen)
-        rows = chosen.layout if stored == "bf16" and chosen.layout in gpu.row_bandwidths else stored
-        run("attention", attention_op(layer, chosen, context, batch, queries, stored, gpu.keys_on_chip), rows)
-        run("projections", projections(plan.spec, layer, chosen, tokens))
-        run("mlp", mlp(layer, tokens))
-    run("lm_head", lm_head(plan.spec, tokens))
+        by_layout = stored == "bf16" and chosen.layout in {**gpu.row_bandwidths, **gpu.shares}
+        rows = chosen.layout if by_layout else stored
+        run("attention", attention_op(layer, chosen, context, batch, queries, stored, gpu.caches_keys), rows)
+        run("attention", index_op(layer, chosen, context, batch), "index")
+        run("projections", projections(plan.spec, layer, chosen, tokens), "weights")
+        run("mlp", mlp(layer, tokens), "experts" if layer.moe and layer.mlp_bits < 8 else "weights")
+    run("lm_head", lm_head(plan.spec, tokens), "weights")
     return Step(costs, seconds, dict(limits))
 
 
@@ -115,6 +117,7 @@ class Row:
         plan, pairs = self.plan, list(zip(self.plan.spec.layers, self.plan.layers, strict=True))
         costs = (
             attention_op(*pairs[i], self.context, 1, queries, plan.stored_as(plan.layers[i]))
+            + index_op(*pairs[i], self.context)
             for i in plan.converted or range(len(pairs))
         )
         return sum(costs, Cost(0.0, 0.0))
@@ -147,12 +150,16 @@ def compare(
     """Return a row for each of `forms` that the engine reads directly on such a machine, and a note for each layout
     that the model does not support."""
     select_layers(spec, layers)
-    rows, excluded = [], dict[str, str]()
+    rows: list[Row] = []
+    excluded = dict[str, str]()
     for form in forms:
         readable = ("cpu" if gpu.name == "cpu" else "gpu") in form.devices and (gpu.fp8 or form.stored != "fp8")
         if readable and form.topk(context) < context:
             try:
-                rows.append(Row(form.plan(spec, layers, context), gpu, context, batch, drafts, form))
+                row = Row(form.plan(spec, layers, context), gpu, context, batch, drafts, form)
+                # At the length where selections were measured, a share of the context is one of the fixed numbers.
+                if all(row.plan != other.plan for other in rows):
+                    rows.append(row)
             except UserError as error:
                 # One reason per layout: the errors of its smaller budgets repeat the first.
                 excluded.setdefault(form.layout, f"{form.layout} is left out: {error}")
