@@ -137,7 +137,7 @@ def select(kernel: str, gpu: GpuProperties) -> KernelLaunch:
     key, query = torch.zeros(W, 8 * E), torch.zeros(8, W, E)
     index = TokenIndex(key, key[:, 0].clone(), query, torch.zeros(W // 2, dtype=torch.int64), H, sink=4, window=128)
     q, rotation = torch.zeros(S, H * E, dtype=torch.bfloat16), torch.zeros(S, 1, E // 2, dtype=torch.complex64)
-    keys = torch.zeros(512, W, 16, dtype=torch.int8)
+    keys = torch.zeros(512, 16, W, dtype=torch.int8).transpose(1, 2)
     if kernel == "write":
         _, arguments = selection.write_launch(q[:, : 8 * E], index, rotation, keys, zeros.long())
         return KernelLaunch(selection.write_kernel, arguments, {"num_warps": 4})

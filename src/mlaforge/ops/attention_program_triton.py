@@ -30,6 +30,28 @@ def put(rows, live, values, BEGIN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
+def as_numbers(x, dtype: tl.constexpr, CONVERT: tl.constexpr):
+    """Convert a tile. CONVERT: int8 to fp16 by their bits, four at a time: x + 128 is the last bits of 1024 + 128 + x.
+    The interpreter has no such instructions."""
+    if CONVERT:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 biased, offset;
+            mov.b32 offset, 0x64806480;
+            xor.b32 biased, $2, 0x80808080;
+            prmt.b32 $0, biased, 0x64646464, 0x4140;
+            prmt.b32 $1, biased, 0x64646464, 0x4342;
+            sub.f16x2 $0, $0, offset;
+            sub.f16x2 $1, $1, offset;
+            }
+            """,
+            "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return x.to(dtype)
+
+
+@triton.jit
 def finite(x):
     """Replace -inf by 0, so that -inf - finite(-inf) is -inf instead of NaN."""
     return tl.where(x == float("-inf"), 0.0, x)

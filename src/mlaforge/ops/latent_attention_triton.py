@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mlaforge.modeling.coded_layout_mla import round_up
 from mlaforge.ops.absorbed_latents_triton import up_project_kernel, up_project_launch
-from mlaforge.ops.attention_program_triton import distances, finite, put, slots_of
+from mlaforge.ops.attention_program_triton import as_numbers, distances, finite, put, slots_of
 from mlaforge.ops.attention_tiles import OVERHEAD, choose_splits
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties, gpu_properties
@@ -211,28 +211,6 @@ def logits_kernel(
         tl.store(to_weights, share.to(weights.dtype.element_ty), mask=real[None, :])
 
 
-@triton.jit
-def _as_numbers(x, dtype: tl.constexpr, CONVERT: tl.constexpr):
-    """Convert columns of a row. CONVERT: int8 to fp16 by their bits, four at a time: x + 128 is the last bits of
-    1024 + 128 + x."""
-    if CONVERT:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 biased, offset;
-            mov.b32 offset, 0x64806480;
-            xor.b32 biased, $2, 0x80808080;
-            prmt.b32 $0, biased, 0x64646464, 0x4140;
-            prmt.b32 $1, biased, 0x64646464, 0x4342;
-            sub.f16x2 $0, $0, offset;
-            sub.f16x2 $1, $1, offset;
-            }
-            """,
-            "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
-    return x.to(dtype)
-
-
 @triton.jit(
     do_not_specialize=["most", "table_row", "nodes", "piece", "splits", "tokens_before", "tiles"],
     do_not_specialize_on_alignment=["table", "seq_lens", "firsts", "query_start"],
@@ -291,7 +269,7 @@ def latent_sum_kernel(
         if WIDTH % BLOCK_C:
             mask = mask & (c < WIDTH)[None, :]
         x = tl.load((rows + slot * row_stride)[:, None] + c[None, :], mask=mask, other=0.0)
-        x = _as_numbers(x, out.dtype.element_ty, CONVERT)
+        x = as_numbers(x, out.dtype.element_ty, CONVERT)
         acc = tl.dot(share.to(x.dtype), x, acc, input_precision=PRECISION)
     acc = acc / total[:, None]
     row_lse = (peak + tl.log2(total)) * 0.6931471805599453

@@ -24,14 +24,17 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import Op
 from mlaforge.ops.native import kernel, supports_bfloat16
 
-# Tokens whose index keys are stored together, element by element.
+# Tokens whose index keys are stored together, on a CPU element by element.
 KEY_TILE = 16
 
 
 def empty_keys(slots: int, width: int, device: torch.device) -> Tensor:
     """Allocate index keys for `slots` tokens, int8 [L / 16, I, 16]. Zeros, because a tile's unwritten tokens are read
-    with the others."""
-    return torch.zeros(-(-slots // KEY_TILE), width, KEY_TILE, dtype=torch.int8, device=device)
+    with the others. On a GPU the numbers of a token are side by side, as its products read them."""
+    tiles = -(-slots // KEY_TILE)
+    if device.type == "cuda":
+        return torch.zeros(tiles, KEY_TILE, width, dtype=torch.int8, device=device).transpose(1, 2)
+    return torch.zeros(tiles, width, KEY_TILE, dtype=torch.int8, device=device)
 
 
 def keys_at(keys: Tensor, slots: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlaforge.ops.attention_program_triton import as_numbers, slots_of
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties, gpu_properties
 from mlaforge.runtime import on_device
@@ -136,44 +137,37 @@ def query_kernel(
 
 @triton.jit
 def _logits(
-    queries, keys, blocks, start, length, key_tile, key_number, key_token,
+    first, second, keys, blocks, start, length, key_tile, key_number, key_token,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_N: tl.constexpr, BY_TOKEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BY_TOKEN: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """Return unscaled logits of the tokens from `start` on, -inf for masked heads and tokens: [BLOCK_H, BLOCK_N], or
-    BY_TOKEN [BLOCK_N, BLOCK_H], so that a sum's terms are in few threads. Index keys are stored by 16 tokens, element
-    by element, with any strides."""
+    """Return unscaled logits of the tokens from `start` on, for queries of two parts [BLOCK_H, BLOCK_I], -inf for masked
+    heads and tokens: [BLOCK_H, BLOCK_N], or BY_TOKEN [BLOCK_N, BLOCK_H], so that a sum's terms are in few threads. Index keys are tiles of 16 tokens with any
+    strides: side by side are a token's numbers on GPUs."""
     h, i, t = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I), start + tl.arange(0, BLOCK_N)
     live = t < length
-    # By tiles of 16 tokens, whose keys lie side by side: loads of 16 bytes.
-    tile = start // 16 + tl.arange(0, BLOCK_N // 16)
-    started = tile * 16 < length
-    block = tl.load(blocks + tile // (BLOCK_SIZE // 16), mask=started, other=0).to(tl.int64)
-    at = (block * (BLOCK_SIZE // 16) + tile % (BLOCK_SIZE // 16)) * key_tile
-    key_tiles = tl.load(
-        keys + at[:, None, None] + i[None, :, None] * key_number + tl.arange(0, 16)[None, None, :] * key_token,
-        mask=started[:, None, None] & (i < WIDTH)[None, :, None], other=0,
-    )  # fmt: skip
-    key_tile = tl.permute(key_tiles.to(tl.float16), (1, 0, 2)).reshape(BLOCK_I, BLOCK_N)
-    mask = (h < HEADS)[:, None] & (i < WIDTH)[None, :]
-    query = queries + h[:, None] * WIDTH + i[None, :]
-    number = key_tile
-    first, second = tl.load(query, mask=mask, other=0.0), tl.load(query + HEADS * WIDTH, mask=mask, other=0.0)
+    slot = slots_of(blocks, t, live, BLOCK_SIZE)
+    at = keys + slot // 16 * key_tile + slot % 16 * key_token
+    key = tl.load(at[:, None] + i[None, :] * key_number, mask=live[:, None] & (i < WIDTH)[None, :], other=0)
+    key = as_numbers(key, tl.float16, CONVERT)
     if BY_TOKEN:
-        number = tl.trans(number)
-        logits, seen, real = (
-            tl.dot(number, tl.trans(second), tl.dot(number, tl.trans(first))),
-            live[:, None],
-            h[None, :],
-        )
+        logits, seen, head = tl.dot(key, tl.trans(second), tl.dot(key, tl.trans(first))), live[:, None], h[None, :]
     else:
-        logits, seen, real = tl.dot(second, number, tl.dot(first, number)), live[None, :], h[:, None]
+        logits, seen, head = tl.dot(second, tl.trans(key), tl.dot(first, tl.trans(key))), live[None, :], h[:, None]
     if HEADS < BLOCK_H:
-        seen = seen & (real < HEADS)
-        logits = tl.where(seen, logits, float("-inf"))
+        logits = tl.where(seen & (head < HEADS), logits, float("-inf"))
     elif start + BLOCK_N > length:
         logits = tl.where(seen, logits, float("-inf"))
     return logits
+
+
+@triton.jit
+def _parts(queries, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Load both parts of a sequence's index queries."""
+    h, i = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I)
+    mask = (h < HEADS)[:, None] & (i < WIDTH)[None, :]
+    query = queries + h[:, None] * WIDTH + i[None, :]
+    return tl.load(query, mask=mask, other=0.0), tl.load(query + HEADS * WIDTH, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -187,19 +181,20 @@ def _scales(scales, HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
 def lse_kernel(
     queries, scales, keys, table, seq_lens, out, table_row, key_tile, key_number, key_token,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_N: tl.constexpr, STRETCH: tl.constexpr,
+    BLOCK_N: tl.constexpr, STRETCH: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences, stretches): out [S, stretches, HEADS], each head's logarithm of the sum of exponentials over a
     stretch, in base 2."""
     s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(seq_lens + s)
     scale = _scales(scales + s * HEADS, HEADS, BLOCK_H)
+    queries_1, queries_2 = _parts(queries + s * 2 * HEADS * WIDTH, HEADS, WIDTH, BLOCK_H, BLOCK_I)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(part * STRETCH, tl.minimum(part * STRETCH + STRETCH, length), BLOCK_N):
         logits = _logits(
-            queries + s * 2 * HEADS * WIDTH, keys, table + s * table_row, start, length, key_tile, key_number,
-            key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N, False,
+            queries_1, queries_2, keys, table + s * table_row, start, length, key_tile, key_number,
+            key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N, False, CONVERT,
         )  # fmt: skip
         higher = tl.maximum(peak, tl.max(logits, 1) * scale)
         level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -218,7 +213,7 @@ def score_kernel(
     queries, scales, keys, table, seq_lens, lse, sinks, out, table_row, key_tile, key_number, key_token,
     width, sink, window, stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_N: tl.constexpr, STRETCH: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, STRETCH: tl.constexpr, SINKS: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences, stretches): out [S, width], the mean over heads of exp(logit - lse); inf for tokens that are
     always read, -1 behind the last token, to the end of its stretch. lse [S, stretches, HEADS]: of each stretch; SINKS
@@ -228,6 +223,7 @@ def score_kernel(
     if part * STRETCH >= length:
         return
     h, scale = tl.arange(0, BLOCK_H), _scales(scales + s * HEADS, HEADS, BLOCK_H)
+    queries_1, queries_2 = _parts(queries + s * 2 * HEADS * WIDTH, HEADS, WIDTH, BLOCK_H, BLOCK_I)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     if SINKS:
         peak = tl.load(sinks + h, mask=h < HEADS, other=float("-inf")) * 1.4426950408889634
@@ -247,8 +243,8 @@ def score_kernel(
     level = tl.where(total > 0, peak + tl.log2(tl.where(total > 0, total, 1.0)), 0.0)
     for start in range(part * STRETCH, part * STRETCH + STRETCH, BLOCK_N):
         logits = _logits(
-            queries + s * 2 * HEADS * WIDTH, keys, table + s * table_row, start, length, key_tile, key_number,
-            key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N, True,
+            queries_1, queries_2, keys, table + s * table_row, start, length, key_tile, key_number,
+            key_token, HEADS, WIDTH, BLOCK_SIZE, BLOCK_H, BLOCK_I, BLOCK_N, True, CONVERT,
         )  # fmt: skip
         score = tl.sum(tl.exp2(logits * scale[None, :] - level[None, :]), 1) / HEADS
         t = start + tl.arange(0, BLOCK_N)
@@ -357,11 +353,12 @@ def launches(
     sizes = {
         "HEADS": H, "WIDTH": I, "BLOCK_SIZE": view.block_size, "BLOCK_H": max(16, triton.next_power_of_2(H)),
         "BLOCK_I": max(16, triton.next_power_of_2(I)), "BLOCK_N": BLOCK_N, "STRETCH": stretch,
+        "CONVERT": not INTERPRETED,
     }  # fmt: skip
     arguments = {
         "queries": queries_S2HI, "scales": scales_SH, "keys": keys, "table": view.block_table_SB,
-        "seq_lens": view.seq_lens_S, "table_row": view.block_table_SB.stride(0), "key_tile": keys.stride(0), "key_number": keys.stride(1),
-        "key_token": keys.stride(2), **sizes,
+        "seq_lens": view.seq_lens_S, "table_row": view.block_table_SB.stride(0), "key_tile": keys.stride(0),
+        "key_number": keys.stride(1), "key_token": keys.stride(2), **sizes,
     }  # fmt: skip
     return (S, triton.cdiv(view.max_seq_len, stretch)), arguments
 
