@@ -176,7 +176,7 @@ def test_the_last_of_equal_scores_are_selected():
     scores[0, 17] = torch.inf
     for s, length in enumerate(lengths):
         scores[s, length:] = -1
-    arguments = selection.select_launch(scores, counts, view, 64, 256) | {"BLOCK_L": 128}
+    arguments = selection.select_launch(scores, counts, view, 64) | {"BLOCK_L": 128}
     selection.select_kernel[(3,)](**arguments)
     for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         best = sorted(range(length), key=lambda t: (-float(scores[s, t]), -t))[:count]

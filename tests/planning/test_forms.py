@@ -27,7 +27,7 @@ def measured_loss(form: Form) -> float:
 
 def selection(form: Form) -> float:
     """Additional loss of the form's selection over the dense model of its kind, nats per token."""
-    if not form.selection_ratio:
+    if not form.sparse:
         return 0.0
     kind = "original" if form.layout == "gqa" else "coded 25 %" if form.bits else "latent 50 %"
     rows = json.loads((BENCHMARKS / "sparsity.json").read_text())["rows"]
@@ -36,7 +36,7 @@ def selection(form: Form) -> float:
         fields = {"form": kind, "selector": selector, "topk": topk}
         return {row["text"]: statistics.fmean(row["losses"]) for row in rows if fields.items() <= row.items()}
 
-    dense, sparse = losses("dense", SELECTED_FROM), losses("pairs", SELECTED_FROM // form.selection_ratio)
+    dense, sparse = losses("dense", SELECTED_FROM), losses("pairs", form.topk(SELECTED_FROM))
     assert len(dense) == len(sparse) == 8
     return statistics.fmean(sparse[text] - dense[text] for text in dense)
 
@@ -63,3 +63,4 @@ def test_selection_grows_with_contexts_beyond_the_measured_one() -> None:
     form = Form("bf16", 0.0, selection_ratio=8)
     assert [form.topk(context) for context in (512, 8192, 32768)] == [1024, 1024, 4096]
     assert Form("bf16", 0.0).topk(32768) == 0
+    assert [Form("bf16", 0.0, reads=1024).topk(context) for context in (512, 32768)] == [1024, 1024]

@@ -153,8 +153,13 @@ def test_plan_of_a_model_with_key_norms_offers_latent_only() -> None:
     assert all(layer.qk_norm and layer.q_bias and layer.o_bias for layer in spec.layers)
     assert read_spec(qwen3 | {"sliding_window": 64}).layers[3].window is None
     report = run_plan(spec, PlanConfig(gpu="h200"))
-    dense = ["gqa", "gqa, fp8", "latent 384", "latent 256", "latent 192"]
-    sparse = ["gqa, 4096 read", "gqa, 2048 read", "latent 256, 4096 read"]
+    plain = ["gqa", "gqa, int8", "gqa, fp8", "latent 384", "latent 256", "latent 192"]
+    coded = ["latent 416, 4 bits", "latent 352, 3 bits", "latent 288, 2 bits"]
+    dense = plain + coded
+    sparse = [
+        "gqa, 4096 read", "gqa, 2048 read", "gqa, 1024 read", "gqa, int8, 4096 read", "latent 256, 4096 read",
+        "latent 416, 4 bits, 4096 read", "latent 416, 4 bits, 1024 read",
+    ]  # fmt: skip
     assert [row.label for row in report.rows] == dense + sparse
     # Reported once, not for every budget.
     assert [note for note in report.notes if "key norm" in note] == report.notes[:1]

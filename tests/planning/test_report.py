@@ -31,10 +31,9 @@ def test_report_of_gpt_oss() -> None:
     assert "75.00%" in text
     assert all(len(line) == len(line.rstrip()) for line in text.splitlines())
     answer = json.loads(json.dumps(report.as_dict()))
-    assert [row["layout"] for row in answer["rows"]] == ["gqa"] * 2 + ["latent"] * 3 + ["latent_rope"] * 2 + [
-        "gqa", "gqa", "latent"
-    ]  # fmt: skip
-    assert answer["rows"][1]["stored"] == "fp8" and answer["rows"][1]["typical_loss"] > 1
+    layouts = ["gqa"] * 3 + ["latent"] * 3 + ["latent_rope"] * 2 + ["latent"] * 3 + ["gqa"] * 4 + ["latent"] * 3
+    assert [row["layout"] for row in answer["rows"]] == layouts
+    assert answer["rows"][2]["stored"] == "fp8" and answer["rows"][2]["typical_loss"] > 1
     assert sum(row["recommended"] for row in answer["rows"]) == 1
     requested = next(row for row in answer["rows"] if row["asked"])
     assert requested["intensity"] == pytest.approx(2 * 64 * (2 * 448 + 64) / (2 * 512))
@@ -47,8 +46,8 @@ def test_recommendation_comes_first(cpu: Gpu) -> None:
     report = run_plan(read_spec(SMOLLM2), PlanConfig(context="8k"), gpu=cpu)
     lines = report.render().splitlines()
     assert lines[0] == report.recommendation.sentence == report.as_dict()["recommendation"]
-    options = "mlaforge sparsify --topk 1024, --kv-cache-dtype int8"
-    assert lines[0].startswith(f"Sparsify the original with an 8-bit cache ({options}): 4 requests of 8,192 ")
+    action = "Convert to latent with coded rows, read sparsely (mlaforge convert --bits 4 --topk 1024)"
+    assert lines[0].startswith(f"{action}: 4 requests of 8,192 ")
     assert lines[1].startswith("Why: ")
     assert lines.index("Forms") < lines.index("Physics") < lines.index("Parts of a step")
     assert [line.split()[0] for line in lines[-4:]] == ["EAGLE-3", "machine", "source", "workload"]

@@ -4,7 +4,7 @@ import pytest
 
 from mlaforge.families import read_spec
 from mlaforge.families.spec import ModelSpec
-from mlaforge.planning.costs import GPUS, Gpu
+from mlaforge.planning.costs import GPUS, Cost, Gpu, index_op
 from mlaforge.planning.plan import LayerPlan, unconverted
 from mlaforge.planning.roofline import Row, attention_op, decode_step, projections, weight_bytes
 from support.configs import GPT_OSS, GPT_OSS_120B
@@ -29,10 +29,6 @@ def test_attention_of_the_other_layouts(gpt_oss: ModelSpec) -> None:
     assert latent[0].flops == 3 * 10 * (2 * 448 * 512 + 2 * 64 * 64 + 2 * 64 * 448)
     assert latent[1].flops - latent[0].flops == 3 * 10 * (2 * 64 * 64 + 2 * 64 * 448)
     assert latent[0].bytes == latent[1].bytes == 3 * 10 * 2 * 448
-    # Keys that do not stay on the chip are written and read: 512 elements of two bytes, twice.
-    moved = attention_op(gpt_oss.layers[1], LayerPlan("latent", 448), 10, 3, keys_on_chip=False)
-    assert moved.bytes - latent[0].bytes == 3 * 10 * 2 * 2 * 512
-    assert moved.flops == latent[0].flops
     # A sliding layer caches at most its 128 tokens.
     assert attention_op(gpt_oss.layers[0], LayerPlan("gqa"), context=32768).bytes == 128 * 2 * 1024
 
@@ -128,12 +124,13 @@ def test_sparse_layers_read_a_selection_and_all_index_keys(gpt_oss):
     layer = gpt_oss.layers[1]
     H, G, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
     sparse = LayerPlan("gqa", topk=1024, index=32)
-    cost = attention_op(layer, sparse, 8192, 3, 2)
+    cost = attention_op(layer, sparse, 8192, 3, 2) + index_op(layer, sparse, 8192, 3)
     assert cost.bytes == 3 * (1024 * 2 * 2 * G * d + 8192 * 32)
     assert cost.flops == 3 * (1024 * 2 * 4 * H * d + 8192 * 2 * H * 32)
     # Contexts up to topk are read in full.
     assert attention_op(layer, sparse, 1000) == attention_op(layer, LayerPlan("gqa"), 1000)
     latent = LayerPlan("latent", 448, topk=1024, index=32)
-    on_chip, off = (attention_op(layer, latent, 8192, keys_on_chip=on_chip) for on_chip in (True, False))
-    assert off.flops - on_chip.flops == pytest.approx(1024 * 6 / 7 * 2 * 448 * G * d)
-    assert off.bytes - on_chip.bytes == 1024 * 2 * 2 * G * d
+    assert index_op(layer, sparse, 1000) == index_op(layer, LayerPlan("gqa"), 8192) == Cost(0.0, 0.0)
+    cached, fresh = (attention_op(layer, latent, 8192, caches_keys=caches) for caches in (True, False))
+    assert fresh.flops - cached.flops == pytest.approx(1024 * 6 / 7 * 2 * 448 * G * d)
+    assert fresh.bytes == cached.bytes

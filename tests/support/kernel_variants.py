@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections import defaultdict
@@ -13,12 +14,15 @@ from typing import Any
 import torch
 
 from mlaforge.gpu_verification.compilation import TargetDriver
-from mlaforge.gpu_verification.kernel_launches import EXPERTS, absorbed, routing
+from mlaforge.engine.execution.bucket import QUERIES
+from mlaforge.gpu_verification.kernel_launches import EXPERTS, LATENT, absorbed, routing
+from mlaforge.ops import latent_attention_triton as latent
 from mlaforge.ops import mxfp4_experts_triton as experts
 from mlaforge.ops import paged_attention_triton as attention
 from mlaforge.ops import token_selection_triton as selection
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties
+from mlaforge.ops.integer_rows_triton import integers_kernel
 
 # Query heads, KV heads, key and value width (0: a prefix of the key), window.
 GEOMETRIES = {
@@ -79,14 +83,28 @@ def main() -> None:
     for queries, lengths in steps(200):
         view = view_of([1] * len(queries), lengths, None)
         S, L = len(queries), view.max_seq_len
-        _, arguments = selection.launches(torch.zeros(512, 64, 16, dtype=torch.int8), torch.zeros(S, 2, 64, 64, dtype=torch.float16), torch.zeros(S, 64), view)
+        _, arguments = selection.launches(
+            torch.zeros(512, 64, 16, dtype=torch.int8),
+            torch.zeros(S, 2, 64, 64, dtype=torch.float16),
+            torch.zeros(S, 64),
+            view,
+        )
         launch(selection.lse_kernel, arguments | {"out": torch.zeros(S, 1, 64)})
         lse = torch.zeros(S, 1, 64)
         score = {"lse": lse, "sinks": lse, "out": torch.zeros(S, L), "width": L, "sink": 4, "window": 128, "stride": 0,
                  "SINKS": True}  # fmt: skip
-        selected = selection.select_launch(torch.zeros(S, L), view.seq_lens_S, view, 1024)
+        selected = selection.select_launch(torch.zeros(S, L), [min(n, 1024) for n in lengths], view, 1024)
         launch(selection.select_kernel, selected, num_warps=16)
         launch(selection.score_kernel, arguments | score)
+    for geometry in ("latent 832", "latent coded"):
+        for queries, lengths in steps(200):
+            if max(queries) <= QUERIES[-1]:
+                shape = dataclasses.replace(LATENT[geometry], S=len(queries), P=max(lengths), T=max(queries))
+                of = shape.launches(gpu)
+                launch(latent.logits_kernel, of.logits[1], **of.logits[2])
+                launch(latent.latent_sum_kernel, of.sum[1], **of.sum[2])
+                if of.integers is not None:
+                    launch(integers_kernel, of.integers[1], num_warps=4)
     geometry = "latent_rope"
     for queries, _ in steps(200):
         for part in ("absorb", "up-project"):

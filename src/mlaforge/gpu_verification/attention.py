@@ -4,6 +4,7 @@ measured copy speed, or FLOPs at the measured product speed, whichever takes lon
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from collections.abc import Iterator
 import torch
 
 from mlaforge.bench import kernels
+from mlaforge.bench.latent_attention import LatentSizes, latent_inputs
 from mlaforge.gpu_verification.case import Case, Outcome, Prediction
 from mlaforge.gpu_verification.context import Context
-from mlaforge.gpu_verification.predictions import attention_times
+from mlaforge.gpu_verification.predictions import LATENT_FORMS, TOPK, attention_times, latent_roof, latent_times
 from mlaforge.ops import paged_attention_triton as attention
+from mlaforge.ops.latent_attention import LATENT
 
 # Name -> layout of bench/kernels.py, dtype of rows (None: the queries').
 FORMS = {
@@ -45,6 +48,31 @@ def cases(context: Context) -> Iterator[Case]:
             f"{name}, {S} x {P}, T={T}", predicted(context, layout, rows, S, P, T),
             functools.partial(measure, context, layout, rows, S, P, T),
         )  # fmt: skip
+    yield from latent_cases(context)
+
+
+def latent_cases(context: Context) -> Iterator[Case]:
+    """Latent attention over plain and coded rows, all of them and a selection."""
+    grid = [(96, 2)] if context.twin else [(32768, 8), (32768, 64), (32768, 1)]
+    for (P, S), (name, shape) in itertools.product(grid, LATENT_FORMS.items()):
+        topk = 0 if "read" not in name else 48 if context.twin else TOPK
+        code = ((64, 64, 64, 32) if isinstance(shape.code, tuple) else 64) if context.twin else shape.code
+        sizes = LatentSizes(shape.heads, shape.kv_heads, shape.head_dim, code)
+        times = latent_times(dataclasses.replace(shape, S=S, P=topk or P, selected=bool(topk)), context.chip)
+        value = sum(time.total for time in times.values()) if times else 0.0
+        roof = latent_roof(shape, S, topk or P, False)
+        bound = Prediction(max(value * 1e6, MINIMUM_US), "us", share=roof / value if value else None)
+        run = functools.partial(measure_latents, context, sizes, S, P, topk, roof)
+        yield Case(f"{name.replace('1,024', str(topk))}, {S} x {P}", bound, run)
+
+
+def measure_latents(context: Context, sizes: LatentSizes, S: int, P: int, topk: int, roof: float) -> Outcome:
+    """Time of a layer's latent attention after its projections, with the write of the new rows and W_uv."""
+    width = sizes.code if isinstance(sizes.code, int) else sizes.code[0]
+    context.need(2 * S * P * width * 2 + 3 * COLD)
+    inputs = latent_inputs(sizes, S, P, 1, context.dtype, context.device, topk)
+    seconds = context.seconds(lambda: LATENT(*inputs, implementation="triton"))
+    return Outcome(seconds * 1e6, roof / seconds)
 
 
 def predicted(context: Context, name: str, rows: torch.dtype | None, S: int, P: int, T: int) -> Prediction:

@@ -17,18 +17,22 @@ import torch
 from torch import Tensor
 
 from mlaforge.bench.kernels import Layout, split
+from mlaforge.bench.latent_attention import LatentSizes, latent_inputs
 from mlaforge.bench.layer_operations import experts_inputs, operations
 from mlaforge.engine.speculation.drafter import ancestry
 from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, WrongResult
 from mlaforge.gpu_verification.context import Context
+from mlaforge.gpu_verification.kernel_launches import CODED_832
 from mlaforge.ops import mxfp4_experts_triton, paged_attention, paged_attention_triton, token_selection
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import save
+from mlaforge.ops.latent_attention import LATENT
 from mlaforge.ops.mxfp4 import unpack
 
 UNIT = "relative error"
 # Relative errors due to rounding, by the dtype of queries, to which softmax weights and outputs are rounded.
 TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+LATENT_TOLERANCE = 2e-2
 BLOCK_SIZE = 16
 # Size limit of the saved inputs of a wrong case.
 LARGEST_MISMATCH = 14 << 20
@@ -76,6 +80,11 @@ def cases(context: Context) -> Iterator[Case]:
         yield _case(context, f"tree, {name}", first_dtype, functools.partial(tree, context, layouts[name]))
     for splits in (2, 7):
         yield _case(context, f"merge of {splits} splits", kinds[0][0], functools.partial(merge, context, first, splits))
+    for (name, sizes), (T, topk) in itertools.product(_latent_sizes(context).items(), ((1, 0), (4, 0), (1, 48))):
+        label = f"latent {name}, T={T}" + (f", {topk} read" if topk else "")
+        # Weights and, of coded rows, W_uk are rounded.
+        bound = Prediction(LATENT_TOLERANCE, UNIT, AT_MOST)
+        yield Case(label, bound, functools.partial(latent_attention, context, sizes, T, topk))
     for length in (200,) if context.twin else (300, 5000):
         name, bound = f"token selection, {length} tokens", Prediction(0.01, "share of other tokens", AT_MOST)
         yield Case(name, bound, functools.partial(selection, context, length))
@@ -86,6 +95,12 @@ def cases(context: Context) -> Iterator[Case]:
             )  # fmt: skip
     for tokens in (1, 5) if context.twin else (1, 5, 64, 513):
         yield _case(context, f"experts, {tokens} tokens", context.dtype, functools.partial(experts, context, tokens))
+
+
+def _latent_sizes(context: Context) -> dict[str, LatentSizes]:
+    if context.twin:
+        return {"plain": LatentSizes(4, 2, 16, 64), "coded": LatentSizes(4, 2, 16, (64, 64, 64, 32))}
+    return {"plain": LatentSizes(64, 8, 64, 832), "coded": LatentSizes(64, 8, 64, CODED_832)}
 
 
 def _case(context: Context, name: str, dtype: torch.dtype, run: Callable[[], Outcome]) -> Case:
@@ -221,6 +236,17 @@ def tree(context: Context, layout: Layout) -> Outcome:
         context, lambda: paged_attention_triton.attend(q, k, v, view, scale), references, (q, k, v, view, scale)
     )
     return Outcome(error)
+
+
+def latent_attention(context: Context, sizes: LatentSizes, T: int, topk: int) -> Outcome:
+    """Error of latent attention, with its writes to the cache."""
+    arguments = latent_inputs(sizes, 3, 90 if context.twin else 1500, T, context.dtype, context.device, topk)
+    reference = LATENT(*arguments, implementation="reference")
+
+    def run() -> list[Tensor]:
+        return [LATENT(*arguments, implementation="triton")]
+
+    return Outcome(difference(context, run, [reference.double()], ()))
 
 
 def merge(context: Context, layout: Layout, splits: int) -> Outcome:

@@ -147,7 +147,7 @@ def select(kernel: str, gpu: GpuProperties) -> KernelLaunch:
             selection.query_kernel, selection.query_launch(q, index, rotation, view)[1], {"num_warps": 4}
         )  # fmt: skip
     if kernel == "select":
-        arguments = selection.select_launch(torch.zeros(S, L), (1024,) * S, view, 1024, 256)
+        arguments = selection.select_launch(torch.zeros(S, L), (1024,) * S, view, 1024)
         # With Triton 3.6; none with 3.9.
         return KernelLaunch(selection.select_kernel, arguments, {"num_warps": 16}, None, 2 * SPILLED)
     _, arguments = selection.launches(keys, torch.zeros(S, 2, H, W, dtype=torch.float16), torch.zeros(S, H), view, gpu)

@@ -34,8 +34,8 @@ FIRST_LOADS, MERGE_LOADS = 3 * MEMORY_LATENCY, 2 * L2_LATENCY
 ENDED = 67
 # Microseconds of the experts' routing, half a dozen small kernels of torch: not modelled.
 ROUTE_US = 25.0
-# Passes of a selection over the scores, in units of the last: a digit's takes 170 of its 1,212 instructions (sm_90).
-DIGITS = 1 + 3 * 170 / 1212
+# Passes of a selection over the scores, in units of the last: a digit takes 100 of its 610 instructions (sm_90).
+DIGITS = 1 + 3 * 100 / 610
 # Bytes of a packed weight: a 4-bit code, and an 8-bit scale per 32 codes.
 WEIGHT_BYTES = 4.25 / 8
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mlaforge.ops.token_selection import TokenIndex
 
 # Tokens per program, if all multiprocessors then have one, and per tile of logits; scores per step of the selection.
-STRETCHES, BLOCK_N, BLOCK_L = (2048, 1024, 512, 256), 64, 8192
+STRETCHES, BLOCK_N, BLOCK_L = (2048, 1024, 512, 256), 64, 4096
 # Products of a logit: of the two parts of a query.
 PRODUCTS = 2
 # Tokens whose keys a program computes, and features per step.
@@ -141,9 +141,9 @@ def _logits(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr, BY_TOKEN: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """Return unscaled logits of the tokens from `start` on, for queries of two parts [BLOCK_H, BLOCK_I], -inf for masked
-    heads and tokens: [BLOCK_H, BLOCK_N], or BY_TOKEN [BLOCK_N, BLOCK_H], so that a sum's terms are in few threads. Index keys are tiles of 16 tokens with any
-    strides: side by side are a token's numbers on GPUs."""
+    """Return unscaled logits of the tokens from `start` on, for queries of two parts [BLOCK_H, BLOCK_I], -inf for
+    masked heads and tokens: [BLOCK_H, BLOCK_N], or BY_TOKEN [BLOCK_N, BLOCK_H], so that a sum's terms are in few
+    threads. Index keys are tiles of 16 tokens with any strides: side by side are a token's numbers on GPUs."""
     h, i, t = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I), start + tl.arange(0, BLOCK_N)
     live = t < length
     slot = slots_of(blocks, t, live, BLOCK_SIZE)
@@ -279,19 +279,19 @@ def _digit(
 @triton.jit(do_not_specialize=["table_row", "most", "limit"], do_not_specialize_on_alignment=["table", "seq_lens"])
 def select_kernel(
     scores, counts, table, seq_lens, slots, positions, table_row, width, most, limit,
-    COUNTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_L: tl.constexpr, STRETCH: tl.constexpr,
+    COUNTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_L: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences,): the tokens of a sequence with the best scores [S, width], the last ones of equals: slots and
     positions [S, most], ascending, then 0. Their number is counts[s] if COUNTS, otherwise at most `limit`. Scores are
     not negative, so they are ordered as their bits, of which 11, 11 and 9 are found at a time; -1 follows them, to a
-    multiple of STRETCH."""
+    multiple of UNIT."""
     s = tl.program_id(0).to(tl.int64)
     length = tl.load(seq_lens + s)
     count = tl.minimum(limit, length)
     if COUNTS:
         count = tl.minimum(tl.load(counts + s), length)
-    # Whole stretches, for wide loads.
-    values, scored = scores + s * width, tl.cdiv(length, STRETCH) * STRETCH
+    # Whole units, for wide loads.
+    values, scored = scores + s * width, tl.cdiv(length, UNIT) * UNIT
     prefix, missing, equal = _digit(values, scored, 0, count, 31, 20, 2048, BLOCK_L)
     prefix, missing, equal = _digit(values, scored, prefix, missing, 20, 9, 2048, BLOCK_L)
     prefix, missing, equal = _digit(values, scored, prefix, missing, 9, 0, 512, BLOCK_L)
@@ -416,7 +416,7 @@ def query_launch(
     return (S, G), arguments
 
 
-def select_launch(scores_SL: Tensor, counts: Sequence[int], view: CacheView, most: int, stretch: int) -> dict[str, Any]:
+def select_launch(scores_SL: Tensor, counts: Sequence[int], view: CacheView, most: int) -> dict[str, Any]:
     """Return the arguments of a selection. Allocates `slots` and `positions`, int32 [S, most]."""
     limit = max(counts)
     # Of a captured step the host knows bounds only, which are equal.
@@ -428,7 +428,7 @@ def select_launch(scores_SL: Tensor, counts: Sequence[int], view: CacheView, mos
         "scores": scores_SL, "counts": counts_S, "table": view.block_table_SB, "seq_lens": view.seq_lens_S,
         "slots": slots, "positions": positions, "table_row": view.block_table_SB.stride(0),
         "width": scores_SL.shape[1], "most": most, "limit": limit, "COUNTS": not equal,
-        "STRETCH": stretch,
+        "UNIT": STRETCHES[-1],
         "BLOCK_SIZE": view.block_size, "BLOCK_L": BLOCK_L,
     }  # fmt: skip
 
@@ -452,7 +452,7 @@ def choose(
             width=scores_SL.shape[1],
             sink=index.sink, window=index.window, stride=index.stride, SINKS=index.sinks is not None,
         )  # fmt: skip
-        selection = select_launch(scores_SL, counts, view, most, arguments["STRETCH"])
+        selection = select_launch(scores_SL, counts, view, most)
         select_kernel[(S,)](**selection, num_warps=16)
     return selection["slots"], selection["positions"]
 
