@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mlaforge.gpu_verification.compilation import TargetDriver
 from mlaforge.engine.execution.bucket import QUERIES
+from mlaforge.gpu_verification.compilation import TargetDriver
 from mlaforge.gpu_verification.kernel_launches import EXPERTS, LATENT, absorbed, routing
 from mlaforge.ops import latent_attention_triton as latent
 from mlaforge.ops import mxfp4_experts_triton as experts

@@ -52,6 +52,13 @@ class HostView:
         before = view.tree_Tn.shape[1] - 1
         return tuple(length - before + depths[row] for length, row in zip(view.lengths, last_rows, strict=True))
 
+    @property
+    def visible_nodes(self) -> tuple[int, ...]:
+        """Number of tokens that each node of a tree sees."""
+        assert self.view.tree_Tn is not None
+        before = self.view.lengths[0] - self.view.tree_Tn.shape[1] + 1
+        return tuple(before + depth for depth in self.view.tree_Tn.amax(1).tolist())
+
     @functools.cached_property
     def dense_slots(self) -> tuple[Tensor, Tensor]:
         """Slots [S, L] int64 and visibility [S, L], for copying the rows of steps with one query token per sequence.

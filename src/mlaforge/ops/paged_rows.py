@@ -105,17 +105,23 @@ class PagedRows:
         if view.positions_SK is not None:
             # Blocks of a selection have one row.
             table_SK = view.block_table_SB
-            rows = UNPACK_ROWS(self.packed, self.format, table_SK.flatten().long()).to(self.dtype)
+            rows = self._unpacked(table_SK.flatten().long())
             row_ids = torch.arange(table_SK.numel(), dtype=torch.int32, device=table_SK.device)
             return rows, dataclasses.replace(view, block_table_SB=row_ids.view_as(table_SK))
         blocks_B, gathered = host_view(view).gathered
         return self.read_blocks(blocks_B, view.block_size), gathered
 
+    def _unpacked(self, units_N: Tensor) -> Tensor:
+        """Return the rows at some units of `packed`, [N, W] in the model's dtype."""
+        if not self.format.coded:
+            return self.format.read(self.packed, units_N).to(self.dtype)
+        rows: Tensor = UNPACK_ROWS(self.packed, self.format, units_N)
+        return rows.to(self.dtype)
+
     def read_blocks(self, blocks_B: Tensor, size: int) -> Tensor:
         """Return the rows of blocks of `size` slots, [B size, W] in the model's dtype."""
         if self.unquantized is None:
-            rows: Tensor = UNPACK_ROWS(self.packed, self.format, self.units(blocks_B, size))
-            return rows.to(self.dtype)
+            return self._unpacked(self.units(blocks_B, size))
         mask_B = blocks_B * size >= self.slots
         rows = torch.empty(len(blocks_B), size, self.format.width, dtype=torch.bfloat16, device=blocks_B.device)
         rows[mask_B] = self.unquantized_rows(blocks_B[mask_B], size).view(-1, *rows.shape[1:])

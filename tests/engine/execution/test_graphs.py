@@ -24,11 +24,11 @@ from mlaforge.engine.execution.graphs import Graphs
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.draft_graph import DraftGraphs
 from mlaforge.ops.token_selection import KEY_TILE
-from support.drafters import Knowing
+from support.drafters import Branching, Knowing
 from support.eagle3_heads import HEADS, saved
 from support.paged_steps import need_interpreter
 from support.simulated_cuda import FakeCapture
-from support.speculating import speculate
+from support.speculating import branch, speculate
 from support.tiny_models import save_packed
 
 CPU = torch.device("cpu")
@@ -237,6 +237,42 @@ def test_padded_step_equals_the_step(models, name, op, monkeypatch):
         assert name == "latent_rope" or any(ragged)
     # One query token per sequence and several, with padding rows.
     assert met >= {(1, True)} | ({(5, True)} if name in ("llama", "gpt_oss", "packed") else set())
+
+
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize("name", ["llama", "latent_rope", "coded", "sparse", "sparse coded"])
+def test_padded_tree_equals_the_tree(models, name, monkeypatch):
+    """Verification of trees in steps that are padded with the text before them: the same hidden states, and no other
+    row of the cache."""
+    need_interpreter()
+    monkeypatch.setenv("MLAFORGE_OPS", "triton")
+    engine = make_engine(models[name])
+    prompts = prompts_of(30)
+    answers = tokens(engine, prompts, 6)
+    eager, cache, padding = engine.runner.eager, engine.cache, []
+
+    def eager_and_padded(batch: Batch) -> torch.Tensor:
+        before = [rows.clone() for rows in cache.tensors]
+        want_NC = eager(batch)
+        bucket = Bucket.of(batch, engine.config.max_num_seqs)
+        if batch.views[0].tree_Tn is None or bucket is None:
+            return want_NC
+        padding.append(bucket.queries - len(want_NC))
+        wrote = [rows.clone() for rows in cache.tensors]
+        for rows, old in zip(cache.tensors, before, strict=True):
+            rows.copy_(old)
+        got_NC = eager(padded(batch, bucket, cache.scratch))
+        tolerance = {"rtol": 1e-2, "atol": 2e-3} if "coded" in name else {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(got_NC[bucket.rows(batch)], want_NC, **tolerance)
+        for rows, want in zip(cache.tensors, wrote, strict=True):
+            end = len(rows) - len(rows) // (engine.tables.num_blocks + 1)
+            torch.testing.assert_close(rows[:end], want[:end], rtol=1e-4, atol=1e-4, equal_nan=True)
+        return want_NC
+
+    monkeypatch.setattr(engine, "runner", eager_and_padded)
+    branch(engine, Branching([prompt + answers[str(i)] for i, prompt in enumerate(prompts)], 0.7), tree=6)
+    assert tokens(engine, prompts, 6) == answers
+    assert padding and all(padding)
 
 
 @pytest.mark.parametrize("name", ["llama", "packed", "latent_rope", "latent", *WHOLE])

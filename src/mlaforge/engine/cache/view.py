@@ -14,7 +14,8 @@ import torch
 from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.cache.device_tables import DeviceTables
 from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.host_view import Runs
+from mlaforge.ops.dispatch import prefers_triton
+from mlaforge.ops.host_view import Runs, host_view
 from mlaforge.runtime import on_device, uploaded
 
 
@@ -152,6 +153,8 @@ def query_token_view(view: CacheView) -> CacheView:
     For token selection (execution/indexer.py). The view must be without a window.
     """
     selecting = view.selecting or (False,) * len(view.queries)
+    if view.tree_Tn is not None and any(selecting) and prefers_triton(view.slots_N.device):
+        return _tree_nodes(view)
     if not view.lengths:
         return _captured_query_tokens(view)
     if not any(T > 1 and flag for T, flag in zip(view.queries, selecting, strict=True)):
@@ -192,6 +195,26 @@ def _captured_query_tokens(view: CacheView) -> CacheView:
         first_S=view.first_S.index_select(0, sequence_R), max_query=1, queries=(1,) * (S * T),
         query_start_S1=torch.arange(S * T + 1, dtype=torch.int32, device=device),
         generating=(True,) * (S * T), selecting=(True,) * (S * T),
+    )  # fmt: skip
+
+
+def _tree_nodes(view: CacheView) -> CacheView:
+    """As query_token_view, for a tree on a GPU, with the rows that each node sees in its own table: blocks of one row,
+    the node's ancestors last."""
+    assert view.tree_Tn is not None
+    (T, n), device, L = view.tree_Tn.shape, view.slots_N.device, view.max_seq_len
+    at_L = torch.arange(L, device=device)
+    before = view.seq_lens_S.long() - n
+    # Distances fall from the root on; what is not an ancestor is -1.
+    path_TL = view.tree_Tn.argsort(1, descending=True).gather(1, (at_L - before).clamp(0, n - 1).expand(T, L))
+    row_TL = torch.where(at_L < before, at_L, before + path_TL).clamp_max(L - 1)
+    blocks_L = view.block_table_SB[0]
+    table_TL = blocks_L[row_TL // view.block_size] * view.block_size + (row_TL % view.block_size).int()
+    return dataclasses.replace(
+        view, block_table_SB=table_TL, block_size=1, first_S=view.first_S.expand(T), tree_Tn=None, runs=(),
+        seq_lens_S=(before + 1 + view.tree_Tn.amax(1)).int(), max_query=1, queries=(1,) * T,
+        query_start_S1=torch.arange(T + 1, dtype=torch.int32, device=device),
+        lengths=host_view(view).visible_nodes if view.lengths else (), generating=(True,) * T, selecting=(True,) * T,
     )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Shapes that CUDA graphs are captured for, and padding of a step's batch to such a shape.
 
+A smaller tree is padded with the text before it: nodes in a row, which end with the root's predecessor.
+
 Padding rows write to the scratch block of each cache group, which no pool allocates and no other table names, so that
 no query reads it. A sequence with fewer query tokens than the bucket has padding rows before them, which see cached
 rows at most; padding sequences see nothing (their length is 0).
@@ -23,7 +25,9 @@ from mlaforge.runtime import on_device
 
 # Query tokens per sequence of captured steps: decoding, and verification of up to 8 drafts. Arithmetic limits steps
 # with more, so that the host is ahead of the device without a graph.
-QUERIES = (1, 2, 3, 4, 5, 9)
+QUERIES: tuple[int, ...] = (1, 2, 3, 4, 5, 9)
+# Nodes of a tree of drafted tokens.
+NODES = (16, 32, 64)
 # Lengths up to here share a graph.
 MIN_LENGTH = 256
 
@@ -38,7 +42,7 @@ def bucket_of(sequences: int, max_sequences: int) -> int:
 class Bucket:
     """All host numbers that the launches of a uniform step depend on: S, T, the length that its lengths are rounded up
     to, the columns of the block table of every cache group, whether its tokens are parts of prompts, and whether they
-    read selections where the model is sparse."""
+    read selections where the model is sparse. tree: they are a tree of drafted tokens of one sequence."""
 
     sequences: int
     queries: int
@@ -46,21 +50,29 @@ class Bucket:
     columns: tuple[int, ...]
     prompts: bool = False
     selecting: bool = False
+    tree: bool = False
 
     @classmethod
     def of(cls, batch: Batch, max_sequences: int) -> Bucket | None:
         """Return the bucket of a batch. None where it has more than `max_sequences` sequences, prompts beside other
-        sequences, dense requests beside sparse ones, too many query tokens of a sequence, or a tree."""
-        queries, prompts = batch.views[0].queries, batch.views[0].prompts
-        selecting = batch.views[0].selecting or (False,) * len(queries)
-        if batch.views[0].tree_Tn is not None or len(set(prompts)) > 1 or len(set(selecting)) > 1:
+        sequences, dense requests beside sparse ones, too many query tokens of a sequence, or a tree that is not padded
+        by the text before it."""
+        view, classes = batch.views[0], QUERIES
+        queries, prompts = view.queries, view.prompts
+        selecting = view.selecting or (False,) * len(queries)
+        if len(set(prompts)) > 1 or len(set(selecting)) > 1 or len(queries) > max_sequences:
             return None
-        if len(queries) > max_sequences or max(queries) > QUERIES[-1]:
+        if view.tree_Tn is not None:
+            classes = tuple(count for count in NODES if count <= min(one.lengths[0] for one in batch.views))
+            if view.tree_Tn.shape[0] != view.tree_Tn.shape[1]:
+                return None
+        if not classes or max(queries) > classes[-1]:
             return None
-        longest = max(MIN_LENGTH, 1 << (batch.views[0].max_seq_len - 1).bit_length())
-        columns = tuple(columns_of(view, longest) for view in batch.views)
-        most = next(count for count in QUERIES if count >= max(queries))
-        return cls(bucket_of(len(queries), max_sequences), most, longest, columns, prompts[0], selecting[0])
+        longest = max(MIN_LENGTH, 1 << (view.max_seq_len - 1).bit_length())
+        columns = tuple(columns_of(one, longest) for one in batch.views)
+        most = next(count for count in classes if count >= max(queries))
+        sequences = bucket_of(len(queries), max_sequences)
+        return cls(sequences, most, longest, columns, prompts[0], selecting[0], view.tree_Tn is not None)
 
     def rows(self, batch: Batch) -> Tensor | slice:
         """Return the rows of a batch's tokens in a batch of this shape: the last ones of each sequence."""
@@ -95,6 +107,7 @@ def blank(bucket: Bucket, like: Batch) -> Batch:
         "lengths": (),
         "generating": (not bucket.prompts,) * S,
         "selecting": (bucket.selecting,) * S,
+        "tree_Tn": torch.zeros(T, T, dtype=torch.int32, device=device) if bucket.tree else None,
     }
     views = tuple(
         dataclasses.replace(
@@ -115,6 +128,9 @@ def fill(static: Batch, batch: Batch, rows: Tensor | slice, scratch: Sequence[in
     `scratch`: the scratch block of every cache group."""
     _copy_to(static.token_ids_N, rows, batch.token_ids_N, 0)
     _copy_to(static.positions_N, rows, batch.positions_N, 0)
+    tree_Tn = batch.views[0].tree_Tn
+    if tree_Tn is not None and static.views[0].tree_Tn is not None:
+        _fill_tree(static.views[0].tree_Tn, tree_Tn)
     # All groups share one tensor, as in make_batch.
     _copy_padded(static.views[0].seq_lens_S, batch.views[0].seq_lens_S, 0)
     for target, view, block in zip(static.views, batch.views, scratch, strict=True):
@@ -122,6 +138,18 @@ def fill(static: Batch, batch: Batch, rows: Tensor | slice, scratch: Sequence[in
         _copy_padded(target.first_S, view.first_S, 0)
         _copy_to(target.slots_N, rows, view.slots_N, block * view.block_size)
         refill(target, view.lengths)
+
+
+def _fill_tree(target_Tn: Tensor, tree_nn: Tensor) -> None:
+    """Write a tree behind a chain of the tokens before it."""
+    T, n = len(target_Tn), len(tree_nn)
+    at_T = torch.arange(T, device=target_Tn.device, dtype=torch.int32)
+    # A node's position in the chain and, of the tree's nodes, behind it.
+    position_T = at_T.clone()
+    position_T[T - n :] = T - n + tree_nn.amax(1)
+    distance_TT = position_T[:, None] - at_T
+    target_Tn.copy_(torch.where((distance_TT >= 0) & (at_T < T - n), distance_TT, -1))
+    target_Tn[T - n :, T - n :] = tree_nn
 
 
 def _copy_padded(target: Tensor, source: Tensor, padding: int) -> None:

@@ -6,6 +6,7 @@ with the queries of all heads.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -145,6 +146,8 @@ class Indexer:
             return True
         x, keys, rotation = self.example, self.keys, self.example.new_empty(0, 1, 0, dtype=torch.complex64)
         counts = (1,) * len(view.queries)
+        # Nodes of a tree become sequences (engine/cache/view.py).
+        view = dataclasses.replace(view, tree_Tn=None)
         return WRITE_INDEX.capturable(x, self.index, rotation, keys, view.slots_N) and SELECT_TOKENS.capturable(
             x, self.index, rotation, keys, view, counts, 1
         )
