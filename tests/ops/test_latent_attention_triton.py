@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlaforge.modeling.coded_rows_mla import CodedRows
 from mlaforge.modeling.latent_attention_mla import HeadRMSNorm
-from mlaforge.ops import latent_attention_triton
+from mlaforge.ops import latent_attention_gpu
 from mlaforge.ops.coded_rows import PACK_ROWS
 from mlaforge.ops.gpu_properties import gpu_properties
 from mlaforge.ops.integer_rows import in_columns, integer_columns
@@ -120,12 +120,12 @@ def test_long_sequences_are_split_and_grouped(monkeypatch):
     """Sums of several pieces are merged; sequences whose temporary results exceed the workspace are computed in
     groups."""
     gpu = dataclasses.replace(gpu_properties(torch.device(DEVICE)), multiprocessors=16)
-    monkeypatch.setattr(latent_attention_triton, "gpu_properties", lambda device: gpu)
+    monkeypatch.setattr(latent_attention_gpu, "gpu_properties", lambda device: gpu)
     sequences = [(390, 2), (1, 1), (260, 2)]
     for name in ("plain", "coded"):
         whole = compare(sequences, name)
         with monkeypatch.context() as patch:
-            patch.setattr(latent_attention_triton, "WORKSPACE", 1)
+            patch.setattr(latent_attention_gpu, "WORKSPACE", 1)
             torch.testing.assert_close(compare(sequences, name), whole, atol=1e-2, rtol=1e-2)
 
 

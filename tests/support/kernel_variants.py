@@ -16,7 +16,7 @@ import torch
 from mlaforge.engine.execution.bucket import QUERIES
 from mlaforge.gpu_verification.compilation import TargetDriver
 from mlaforge.gpu_verification.kernel_launches import EXPERTS, LATENT, absorbed, routing
-from mlaforge.ops import latent_attention_triton as latent
+from mlaforge.ops import latent_attention_triton as latent_kernels
 from mlaforge.ops import mxfp4_experts_triton as experts
 from mlaforge.ops import paged_attention_triton as attention
 from mlaforge.ops import token_selection_triton as selection
@@ -101,8 +101,8 @@ def main() -> None:
             if max(queries) <= QUERIES[-1]:
                 shape = dataclasses.replace(LATENT[geometry], S=len(queries), P=max(lengths), T=max(queries))
                 of = shape.launches(gpu)
-                launch(latent.logits_kernel, of.logits[1], **of.logits[2])
-                launch(latent.latent_sum_kernel, of.sum[1], **of.sum[2])
+                launch(latent_kernels.logits_kernel, of.logits[1], **of.logits[2])
+                launch(latent_kernels.latent_sum_kernel, of.sum[1], **of.sum[2])
                 if of.integers is not None:
                     launch(integers_kernel, of.integers[1], num_warps=4)
     geometry = "latent_rope"

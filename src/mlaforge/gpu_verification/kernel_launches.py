@@ -17,8 +17,10 @@ from mlaforge.engine.execution.bucket import QUERIES
 from mlaforge.ops import absorbed_latents_triton as latents
 from mlaforge.ops import coded_rows_triton as coded
 from mlaforge.ops import elementwise_triton as elementwise
+from mlaforge.ops import index_projection_triton as projection
 from mlaforge.ops import integer_rows_triton as integers
-from mlaforge.ops import latent_attention_triton as latent
+from mlaforge.ops import latent_attention_gpu as latent
+from mlaforge.ops import latent_attention_triton as latent_kernels
 from mlaforge.ops import mxfp4_experts_triton as experts
 from mlaforge.ops import paged_attention_triton as attention
 from mlaforge.ops import rope_and_store_triton as rope
@@ -139,12 +141,12 @@ def select(kernel: str, gpu: GpuProperties) -> KernelLaunch:
     q, rotation = torch.zeros(S, H * E, dtype=torch.bfloat16), torch.zeros(S, 1, E // 2, dtype=torch.complex64)
     keys = torch.zeros(512, 16, W, dtype=torch.int8).transpose(1, 2)
     if kernel == "write":
-        _, arguments = selection.write_launch(q[:, : 8 * E], index, rotation, keys, zeros.long())
-        return KernelLaunch(selection.write_kernel, arguments, {"num_warps": 4})
+        _, arguments = projection.write_launch(q[:, : 8 * E], index, rotation, keys, zeros.long())
+        return KernelLaunch(projection.write_kernel, arguments, {"num_warps": 4})
     view = CacheView(torch.zeros(S, 512, dtype=torch.int32), zeros, zeros, zeros, zeros.long(), 16, 1, L)
     if kernel == "query":
         return KernelLaunch(
-            selection.query_kernel, selection.query_launch(q, index, rotation, view)[1], {"num_warps": 4}
+            projection.query_kernel, projection.query_launch(q, index, rotation, view)[1], {"num_warps": 4}
         )  # fmt: skip
     if kernel == "select":
         arguments = selection.select_launch(torch.zeros(S, L), (1024,) * S, view, 1024)
@@ -307,9 +309,10 @@ def latent_part(name: str, part: str, gpu: GpuProperties) -> KernelLaunch:
     if part == "integers":
         assert launches.integers is not None
         return KernelLaunch(integers.integers_kernel, launches.integers[1], {"num_warps": 4})
-    kernel, launch = {
-        "logits": (latent.logits_kernel, launches.logits), "sum": (latent.latent_sum_kernel, launches.sum)
-    }[part]  # fmt: skip
+    kernel, launch = (
+        (latent_kernels.logits_kernel, launches.logits) if part == "logits"
+        else (latent_kernels.latent_sum_kernel, launches.sum)
+    )  # fmt: skip
     return KernelLaunch(kernel, launch[1], launch[2], None, SPILLED_LATENT if part == "logits" else SPILLED)
 
 

@@ -48,7 +48,8 @@ def identity(name: str, capability: int) -> dict[str, Any]:
     """Return what determines a compiled launch: the hash of its source, its numbers and options."""
     launch = LAUNCHES[name](gpu_of(capability))
     module = sys.modules[launch.kernel.fn.__module__]
-    constants = {key: value for key, value in launch.arguments.items() if key.isupper()}
+    # CONVERT says whether Triton compiles, which it does here.
+    constants = {key: value for key, value in launch.arguments.items() if key.isupper() and key != "CONVERT"}
     return {"source": source_hash(module), "constants": {**constants, **launch.options}}
 
 

@@ -148,10 +148,10 @@ def visible(p, live, position, tree, token, real, before, nodes, WINDOW: tl.cons
 
 
 @triton.jit
-def put_values(to, at, real, acc0, acc1, V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
-    put(to + at * V, real, acc0, 0, V0, V)
+def put_values(to, at, real, acc0, acc1, divisor, V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
+    put(to + at * V, real, acc0 / divisor[:, None], 0, V0, V)
     if V1 > 0:
-        put(to + at * V, real, acc1, V0, V1, V)
+        put(to + at * V, real, acc1 / divisor[:, None], V0, V1, V)
 
 
 @triton.jit

@@ -265,6 +265,6 @@ def _observe(inputs: Sequence[Any], outputs: Tensor) -> Sequence[Tensor]:
 # The kernels round decompressed keys and values to bf16, and with AMX softmax weights too.
 LATENT = Op("latent", latent_reference, mutates=(4,), observe=_observe, tolerance=(6e-2, 3e-2))
 LATENT.register_native(_latent_supports, _latent_native)
-LATENT.register_triton("latent_attention_triton", "attend")
+LATENT.register_triton("latent_attention_gpu", "attend")
 LATENT_ROPE = Op("latent_rope", latent_rope_reference, mutates=(3,), observe=_observe, tolerance=(6e-2, 3e-2))
 LATENT_ROPE.register_native(_latent_rope_supports, _latent_rope_native)

@@ -1,15 +1,7 @@
-"""Latent attention, layout `latent`, in Triton: logits over decompressed keys, then the sum over latents, and W_uv.
+"""Triton kernels of latent attention, layout `latent` (latent_attention_gpu.py launches them).
 
-The first kernel is a matrix product whose tiles are rows of the cache by the keys of a few KV heads; its epilogue norms
-and rotates the keys and multiplies them by the queries, so keys are never stored. A tile serves all query tokens of a
-sequence. The second kernel's tiles are query rows (tokens and all heads, which share latents) by columns of latents:
-they are read once. One kernel of both would need the accumulators of all heads and columns, more than registers hold;
-logits are a few bytes per head instead. Coded rows are decoded to bytes once per layer and step, and their product with
-W_uk is one of bytes (integer_rows.py). Sequences are computed in groups whose temporary results fit into a workspace.
-Launch geometry depends only on host values. Not measured on a GPU yet.
-
-Legend: S sequences, N query tokens, T of one sequence, H query heads, G KV heads, D key and V value dimensions, L most
-rows that a sequence reads, K columns of the rows that are multiplied.
+Legend: S sequences, N query tokens, T of one sequence, H query heads, G KV heads, D key and value dimensions, K columns
+of the rows that are multiplied.
 """
 
 # Triton reads annotations of kernels: only constexpr is allowed.
@@ -17,34 +9,10 @@ rows that a sequence reads, K columns of the rows that are multiplied.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from typing import Any, Literal
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mlaforge.modeling.coded_layout_mla import round_up
-from mlaforge.ops.absorbed_latents_triton import up_project_kernel, up_project_launch
 from mlaforge.ops.attention_program_triton import as_numbers, distances, finite, put, slots_of
-from mlaforge.ops.attention_tiles import OVERHEAD, choose_splits
-from mlaforge.ops.cache_view import CacheView
-from mlaforge.ops.gpu_properties import GpuProperties, gpu_properties
-from mlaforge.ops.integer_rows import STEP
-from mlaforge.ops.integer_rows_triton import integers_kernel
-from mlaforge.ops.integer_rows_triton import make_launch as integers_launch
-from mlaforge.ops.latent_weights_gpu import GpuLatentWeights
-from mlaforge.ops.paged_attention_triton import MOST_SPLITS, merge_kernel
-from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_formats.coded import Coded
-from mlaforge.ops.row_formats.plain import Plain
-
-# Bytes of the temporary results of a group of sequences, unless those of one are more.
-WORKSPACE = 512 << 20
-# Rows of a tile of logits, and of a step of the sum; most rows of a piece of the sum.
-MOST_ROWS, BLOCK_N, PIECE = 128, 64, 4096
 
 
 @triton.jit
@@ -57,10 +25,10 @@ def _range(seq_lens, firsts, query_start, s, before, nodes, WINDOW: tl.constexpr
     count = tl.load(seq_lens + s) - tl.load(firsts + s)
     low = 0
     if WINDOW > 0:
-        own = T
+        added = T
         if NODES > 0:
-            own = nodes
-        low = tl.maximum(0, count - own + 1 - WINDOW)
+            added = nodes
+        low = tl.maximum(0, count - added + 1 - WINDOW)
     return begin, T, low, count
 
 
@@ -93,6 +61,54 @@ def _rotated(a, b, cos, sin, at, mask):
     return a * c - b * s, b * c + a * s
 
 
+@triton.jit
+def _scaled(sums, scales, bias, inside, INTEGERS: tl.constexpr):
+    """Return half of the keys in fp32, from sums [rows, pairs]: times scales, if INTEGERS, plus a bias."""
+    x = sums.to(tl.float32)
+    if INTEGERS:
+        x *= tl.load(scales, mask=inside, other=0.0)[None, :]
+    return x + tl.load(bias, mask=inside, other=0.0)[None, :]
+
+
+@triton.jit
+def _normed_keys(
+    a, b, k_norm, inside, eps, D: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr
+):  # fmt: skip
+    """Apply the RMS norm of each head to the halves of its keys."""
+    square = tl.sum(tl.reshape(a * a + b * b, [BLOCK_N, HEADS, BLOCK_P]), 2)
+    factor = tl.rsqrt(square / D + eps)[:, :, None] + tl.zeros([BLOCK_N, HEADS, BLOCK_P], tl.float32)
+    factor = tl.reshape(factor, [BLOCK_N, HEADS * BLOCK_P])
+    a *= factor * tl.load(k_norm, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return a, b * factor * tl.load(k_norm + D // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _rotated_keys(
+    a, b, cos, sin, at, live, dtype: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Rotate keys by their positions, all heads alike, and round them."""
+    p = tl.arange(0, BLOCK_P)
+    place, mask = at[:, None] * (D // 2) + p[None, :], live[:, None] & (p < D // 2)[None, :]
+    c = tl.load(cos + place, mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    d = tl.load(sin + place, mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    a, b = tl.reshape(a, [BLOCK_N, HEADS, BLOCK_P]), tl.reshape(b, [BLOCK_N, HEADS, BLOCK_P])
+    x, y = (a * c - b * d).to(dtype), (b * c + a * d).to(dtype)
+    return tl.reshape(x, [BLOCK_N, HEADS * BLOCK_P]), tl.reshape(y, [BLOCK_N, HEADS * BLOCK_P])
+
+
+@triton.jit
+def _query(query, q_norm, same, inside, eps, D: tl.constexpr, NORMS: tl.constexpr):
+    """Load the halves of a token's queries [pairs, heads], 0 in the rows of other KV heads, and norm them."""
+    u = tl.load(query, mask=same, other=0.0).to(tl.float32)
+    v = tl.load(query + D // 2, mask=same, other=0.0).to(tl.float32)
+    if NORMS:
+        norm = tl.rsqrt(tl.sum(u * u + v * v, 0) / D + eps)[None, :]
+        u *= norm * tl.load(q_norm, mask=inside, other=0.0).to(tl.float32)[:, None]
+        v *= norm * tl.load(q_norm + D // 2, mask=inside, other=0.0).to(tl.float32)[:, None]
+    return u, v
+
+
 @triton.jit(
     do_not_specialize=["most", "table_row", "nodes", "tokens_before"],
     do_not_specialize_on_alignment=["table", "seq_lens", "firsts", "query_start"],
@@ -108,8 +124,7 @@ def logits_kernel(
 ):  # fmt: skip
     """Grid (groups of HEADS KV heads, tiles of BLOCK_N rows, S): the softmax of each tile: to weights [N, H, .] 2 to
     the power of logits less the tile's peak, to peaks and totals [N, H, tiles] this peak and the sum. INTEGERS: row i
-    of sequence s is rows[s * most + i], otherwise at its slot. SELECTED: positions [S, most] of the rows. cos and sin
-    [positions, D / 2]."""
+    of a sequence is rows[s * most + i], otherwise at its slot. SELECTED: positions [S, most] of rows."""
     s, g0 = tl.program_id(2), tl.program_id(0) * HEADS
     begin, T, low, count = _range(seq_lens, firsts, query_start, s, tokens_before, nodes, WINDOW, NODES)
     first = low + tl.program_id(1) * BLOCK_N
@@ -135,18 +150,11 @@ def logits_kernel(
     lower, upper = _product(
         lower, upper, row, live, weight, inside, w_row, D // 2, WIDE, w_row, WIDTH, BLOCK_K, PRECISION
     )
-    a, b, output = lower.to(tl.float32), upper.to(tl.float32), g * D + pair
-    if INTEGERS:
-        a *= tl.load(scales + output, mask=inside, other=0.0)[None, :]
-        b *= tl.load(scales + output + D // 2, mask=inside, other=0.0)[None, :]
-    a += tl.load(bias + output, mask=inside, other=0.0)[None, :]
-    b += tl.load(bias + output + D // 2, mask=inside, other=0.0)[None, :]
+    output = g * D + pair
+    a = _scaled(lower, scales + output, bias + output, inside, INTEGERS)
+    b = _scaled(upper, scales + output + D // 2, bias + output + D // 2, inside, INTEGERS)
     if NORMS:
-        square = tl.sum(tl.reshape(a * a + b * b, [BLOCK_N, HEADS, BLOCK_P]), 2)
-        factor = tl.rsqrt(square / D + eps)[:, :, None] + tl.zeros([BLOCK_N, HEADS, BLOCK_P], tl.float32)
-        factor = tl.reshape(factor, [BLOCK_N, HEADS * BLOCK_P])
-        a *= factor * tl.load(k_norm + pair, mask=inside, other=0.0).to(tl.float32)[None, :]
-        b *= factor * tl.load(k_norm + pair + D // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+        a, b = _normed_keys(a, b, k_norm + pair, inside, eps, D, BLOCK_N, HEADS, BLOCK_P)
     before, text = count - nodes, tl.load(firsts + s)
     if SELECTED:
         at = tl.load(positions + s.to(tl.int64) * most + i, mask=live, other=0)
@@ -156,15 +164,7 @@ def logits_kernel(
         node = tl.arange(0, NODES)
         depth = tl.max(distances(tree, i - before, live & (i >= before), node, node < nodes, nodes), 1)
         at = tl.where(i >= before, text + before + depth, at)
-    # All heads are rotated alike.
-    p = tl.arange(0, BLOCK_P)
-    place, mask = at[:, None] * (D // 2) + p[None, :], live[:, None] & (p < D // 2)[None, :]
-    c = tl.load(cos + place, mask=mask, other=0.0).to(tl.float32)[:, None, :]
-    d = tl.load(sin + place, mask=mask, other=0.0).to(tl.float32)[:, None, :]
-    a, b = tl.reshape(a, [BLOCK_N, HEADS, BLOCK_P]), tl.reshape(b, [BLOCK_N, HEADS, BLOCK_P])
-    x, y = (a * c - b * d).to(q.dtype.element_ty), (b * c + a * d).to(q.dtype.element_ty)
-    a, b = tl.reshape(x, [BLOCK_N, HEADS * BLOCK_P]), tl.reshape(y, [BLOCK_N, HEADS * BLOCK_P])
-
+    a, b = _rotated_keys(a, b, cos, sin, at, live, q.dtype.element_ty, D, BLOCK_N, HEADS, BLOCK_P)
     j = tl.arange(0, HEADS * BLOCK_J)
     head = g0 + j // BLOCK_J
     h, real = head * GROUP + j % BLOCK_J, (j % BLOCK_J < GROUP) & (head < G)
@@ -173,22 +173,17 @@ def logits_kernel(
     for t in range(T):
         n = (begin + t).to(tl.int64)
         query = q + n * q_row + h[None, :] * D + pair[:, None]
-        u = tl.load(query, mask=same, other=0.0).to(tl.float32)
-        v = tl.load(query + D // 2, mask=same, other=0.0).to(tl.float32)
-        if NORMS:
-            norm = tl.rsqrt(tl.sum(u * u + v * v, 0) / D + eps)[None, :]
-            u *= norm * tl.load(q_norm + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
-            v *= norm * tl.load(q_norm + pair + D // 2, mask=inside, other=0.0).to(tl.float32)[:, None]
+        u, v = _query(query, q_norm + pair, same, inside, eps, D, NORMS)
         last = count - T + t
         if SELECTED:
-            own = tl.load(positions + s.to(tl.int64) * most + tl.maximum(last, 0))
+            position = tl.load(positions + s.to(tl.int64) * most + tl.maximum(last, 0))
         else:
-            own = text + tl.maximum(last, 0)  # padding of a captured step is before the first row, and sees none
+            position = text + tl.maximum(last, 0)  # padding is before the first row, and sees none
         seen = i <= last
         if NODES > 0:
             distance = tl.load(tree + t * nodes + node, mask=node < nodes, other=-1)
             last = before + tl.max(distance, 0)
-            own = text + last
+            position = text + last
             path = tl.load(tree + t * nodes + i - before, mask=live & (i >= before), other=-1)
             seen = tl.where(i >= before, path >= 0, True)
         if WINDOW > 0:
@@ -196,7 +191,7 @@ def logits_kernel(
             if NODES > 0:
                 near = tl.where(i >= before, path < WINDOW, near)
             seen = seen & near
-        u, v = _rotated(u, v, cos, sin, own * (D // 2) + pair[:, None] + 0 * h[None, :], same)
+        u, v = _rotated(u, v, cos, sin, position * (D // 2) + pair[:, None] + 0 * h[None, :], same)
         logits = tl.dot(a, u.to(a.dtype), input_precision=PRECISION)
         logits = tl.dot(b, v.to(a.dtype), logits, input_precision=PRECISION)
         logits = tl.where((seen & live)[:, None], logits * scale_log2, float("-inf"))
@@ -282,208 +277,3 @@ def latent_sum_kernel(
         if column == 0:
             tl.store(part_lse + at, row_lse, mask=real)
         put(parts + at * WIDTH, real, acc, column, BLOCK_C, WIDTH)
-
-
-INTERPRETED = not isinstance(logits_kernel, triton.JITFunction)
-
-
-def supports(
-    q_kv_NX: Tensor, cos_LP: Tensor, sin_LP: Tensor, weights: Any, rows: PagedRows, view: CacheView, *others: Any
-) -> Literal[True] | str:
-    """Return True, or the reason why the kernels cannot run on these."""
-    if not isinstance(weights, GpuLatentWeights):
-        return "weights are packed for a CPU"
-    if not isinstance(rows.format, Plain | Coded):
-        return f"it does not read rows in {rows.format.name}"
-    if INTERPRETED and q_kv_NX.dtype == torch.bfloat16:
-        return "Triton's interpreter computes wrong bfloat16 products"
-    if q_kv_NX.stride(1) != 1 or not (cos_LP.is_contiguous() and sin_LP.is_contiguous()):
-        return "inputs must be contiguous"
-    if view.tree_Tn is not None and (view.positions_SK is not None or view.tree_Tn.shape[0] != view.tree_Tn.shape[1]):
-        return "it supports whole trees over all rows only"
-    gpu = gpu_properties(q_kv_NX.device)
-    if rows.packed.dtype == torch.float8_e4m3fn and (reason := gpu.why_no_fp8()):
-        return reason
-    return True
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Of the logits: rows, KV heads and columns of a step; warps; stages."""
-
-    rows: int
-    heads: int
-    step: int
-    warps: int
-    stages: int
-
-
-def logit_tiles(rows: int, G: int, pairs: int, itemsize: int, gpu: GpuProperties) -> Tiles:
-    """Choose tiles for so many rows of all sequences and padded rotary pairs.
-
-    Large tiles read W_uk and rows less often; small ones are for rows that would leave half of the multiprocessors
-    without a tile.
-    """
-    if itemsize == 4:
-        # For parity only: exact products have no tensor core.
-        return Tiles(16, 1, 16, 4, 2)
-    block, heads = MOST_ROWS, max(1, min(triton.next_power_of_2(G), MOST_ROWS // pairs))
-    if 2 * triton.cdiv(rows, block) * triton.cdiv(G, heads) < gpu.multiprocessors:
-        block, heads = 64, 1
-    warps = 8 if block * heads * pairs >= 64 * 128 else 4
-    step = STEP
-    for stages in (4, 3, 2):
-        if stages * step * (block + 2 * heads * pairs) * itemsize <= gpu.shared_memory - OVERHEAD:
-            return Tiles(block, heads, step, warps, stages)
-    return Tiles(block, heads, 32, warps, 2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Launches:
-    """Grids and arguments of the kernels for a group of sequences; `integers` and `merge` are None where not needed."""
-
-    integers: tuple[tuple[int, ...], dict[str, Any]] | None
-    logits: tuple[tuple[int, ...], dict[str, Any], dict[str, int]]
-    sum: tuple[tuple[int, ...], dict[str, Any], dict[str, int]]
-    merge: tuple[tuple[int, ...], dict[str, Any]] | None
-
-
-def most_rows(view: CacheView) -> int:
-    """Return the most rows of a sequence of a view, a host value."""
-    if view.positions_SK is not None:
-        return view.positions_SK.shape[1]
-    if view.window is None:
-        return view.max_seq_len
-    return min(view.max_seq_len, view.block_table_SB.shape[1] * view.block_size)
-
-
-def make_launches(
-    q_kv_NX: Tensor, tables: tuple[Tensor, Tensor], weights: GpuLatentWeights, rows: PagedRows, view: CacheView,
-    group: slice, results: tuple[Tensor, Tensor], scale: float, gpu: GpuProperties | None = None,
-) -> Launches:  # fmt: skip
-    """Prepare the launches of a group of sequences, which write to its tokens of `results`, out [N, H, K] and lse
-    [N, H]. tables: cos and sin. Allocates what is temporary."""
-    gpu = gpu or gpu_properties(q_kv_NX.device)
-    before = sum(view.queries[: group.start])
-    tokens = slice(before, before + sum(view.queries[group]))
-    q_kv_NX, out, lse = (x[tokens] for x in (q_kv_NX, *results))
-    (G, D, K), (N, H, _), device = weights.w_uk.shape, out.shape, q_kv_NX.device
-    S, most, T = group.stop - group.start, most_rows(view), view.max_query
-    integers = weights.columns is not None
-    tree_Tn, selected = view.tree_Tn, view.positions_SK
-    nodes = 0 if tree_Tn is None else tree_Tn.shape[1]
-    of_group = dataclasses.replace(
-        view, block_table_SB=view.block_table_SB[group], seq_lens_S=view.seq_lens_S[group],
-        first_S=view.first_S[group], query_start_S1=view.query_start_S1[group.start : group.stop + 1],
-    )  # fmt: skip
-    data, decoding = rows.packed, None
-    if integers:
-        data = torch.empty(S * most, K, dtype=torch.int8, device=device)
-        assert isinstance(rows.format, Coded)
-        decoding = integers_launch(rows.packed, rows.format, of_group, most, data)
-    pairs, item = max(16, triton.next_power_of_2(D // 2)), weights.w_uk.element_size()
-    tiles = logit_tiles(S * most, G, pairs, item if integers else q_kv_NX.element_size(), gpu)
-    precision = "ieee" if q_kv_NX.dtype == torch.float32 else "tf32"
-    # Weights are at most 1, and fp16 has more of their digits than bf16.
-    exact = q_kv_NX.dtype == torch.float32
-    # Tiles begin with the window.
-    weights_row = round_up(most, tiles.rows) + (tiles.rows if view.window else 0)
-    shares = torch.empty(
-        N, H, weights_row, dtype=torch.float32 if exact and not integers else torch.float16, device=device
-    )
-    row_tiles = triton.cdiv(most, tiles.rows)
-    peaks, totals = torch.empty(2, N, H, row_tiles, dtype=torch.float32, device=device)
-    shared = {
-        "table": of_group.block_table_SB, "seq_lens": of_group.seq_lens_S, "firsts": of_group.first_S,
-        "query_start": of_group.query_start_S1, "row_stride": data.stride(0), "weights_row": weights_row,
-        "table_row": view.block_table_SB.stride(0), "most": most, "nodes": nodes, "tokens_before": before,
-        "INTEGERS": integers, "WIDTH": K, "WINDOW": view.window or 0,
-        "NODES": 0 if tree_Tn is None else max(16, triton.next_power_of_2(nodes)), "BLOCK_SIZE": view.block_size,
-        "PRECISION": precision, "rows": data,
-    }  # fmt: skip
-    q_norm, k_norm = (weights.b_k if norm is None else norm for norm in (weights.q_norm, weights.k_norm))
-    arguments = shared | {
-        "q": q_kv_NX, "w_uk": weights.w_uk, "scales": lse if weights.scales is None else weights.scales,
-        "bias": weights.key_bias, "q_norm": q_norm, "k_norm": k_norm, "cos": tables[0], "sin": tables[1],
-        "weights": shares, "peaks": peaks, "totals": totals,
-        "positions": view.seq_lens_S if selected is None else selected[group],
-        "tree": view.seq_lens_S if tree_Tn is None else tree_Tn, "scale_log2": scale * math.log2(math.e),
-        "eps": weights.eps, "q_row": q_kv_NX.stride(0), "w_head": weights.w_uk.stride(0), "w_row": K, "G": G,
-        "GROUP": H // G, "D": D, "WIDE": weights.columns.wide if weights.columns is not None else 0,
-        "NORMS": weights.q_norm is not None, "SELECTED": selected is not None, "BLOCK_N": tiles.rows,
-        "BLOCK_K": tiles.step, "HEADS": tiles.heads, "BLOCK_P": pairs,
-        "BLOCK_J": max(triton.next_power_of_2(H // G), 16 // tiles.heads),
-    }  # fmt: skip
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    grid = (triton.cdiv(G, tiles.heads), row_tiles, S)
-
-    BLOCK_M = 16 if T * H <= 16 or exact else 64
-    BLOCK_C = 64 if exact else min(256, max(16, triton.next_power_of_2(K))) if BLOCK_M == 64 else 128
-    columns, m_tiles = triton.cdiv(K, BLOCK_C), triton.cdiv(T * H, BLOCK_M)
-    splits = choose_splits(columns * m_tiles * S, triton.cdiv(most, 2 * BLOCK_N), gpu.multiprocessors)
-    splits = min(max(splits, triton.cdiv(most, PIECE)), MOST_SPLITS)
-    unit = max(BLOCK_N, tiles.rows)
-    piece = triton.cdiv(triton.cdiv(most, splits), unit) * unit
-    splits = triton.cdiv(most, piece)
-    kept = splits if splits > 1 else 0
-    parts = torch.empty(N, H, kept, K, dtype=torch.float32, device=device)
-    part_lse = torch.empty(N, H, kept, dtype=torch.float32, device=device)
-    sum_arguments = shared | {
-        "weights": shares, "peaks": peaks, "totals": totals, "tiles": row_tiles, "TILE": tiles.rows,
-        "CONVERT": integers and not INTERPRETED, "out": out, "lse": lse, "parts": parts,
-        "part_lse": part_lse, "piece": piece,
-        "splits": splits, "H": H, "BLOCK_M": BLOCK_M, "BLOCK_N": min(tiles.rows, BLOCK_N), "BLOCK_C": BLOCK_C,
-    }  # fmt: skip
-    merge = None
-    if splits > 1:
-        merge_arguments = {
-            "parts": parts, "part_lse": part_lse, "out": out, "lse": lse, "sinks": lse, "SINKS": False, "LISTED": False,
-            "query_start": view.query_start_S1, "by_sequence": view.query_start_S1, "splits": splits, "queries": 1,
-            "H": H, "V": K, "BLOCK_V": min(128, triton.next_power_of_2(K)), "MOST": MOST_SPLITS, "BLOCK_S": 16,
-        }  # fmt: skip
-        merge = (N * H, triton.cdiv(K, merge_arguments["BLOCK_V"])), merge_arguments
-    return Launches(
-        decoding, (grid, arguments, options),
-        ((columns, m_tiles * splits, S), sum_arguments, {"num_warps": 8 if BLOCK_C == 256 else 4, "num_stages": 3}),
-        merge,
-    )  # fmt: skip
-
-
-def groups(view: CacheView, heads: int, K: int) -> list[slice]:
-    """Divide a view's sequences into groups whose decoded rows, of K bytes, and logits fit into the workspace."""
-    S, bytes_of_row = len(view.seq_lens_S), K + 2 * heads * view.max_query
-    size = max(1, WORKSPACE // (most_rows(view) * bytes_of_row))
-    return [slice(first, min(S, first + size)) for first in range(0, S, size)]
-
-
-def attend(
-    q_kv_NX: Tensor, cos_LP: Tensor, sin_LP: Tensor, weights: GpuLatentWeights, rows: PagedRows, view: CacheView,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    """ops/latent_attention.py's `latent`."""
-    (_, D, K), R, N = weights.w_uk.shape, rows.format.width, len(q_kv_NX)
-    H = (q_kv_NX.shape[1] - R) // D
-    rows.write(view.slots_N, q_kv_NX[:, -R:])
-    # Sums over integers of up to 127 need fp16's precision.
-    dtype = torch.float16 if weights.columns is not None else q_kv_NX.dtype
-    results = (
-        torch.empty(N, H, K, dtype=dtype, device=q_kv_NX.device),
-        torch.empty(N, H, dtype=torch.float32, device=q_kv_NX.device),
-    )
-    with torch.cuda.device_of(q_kv_NX):
-        for group in groups(view, H, K if weights.columns is not None else 0):
-            launches = make_launches(q_kv_NX, (cos_LP, sin_LP), weights, rows, view, group, results, scale)
-            if launches.integers is not None:
-                integers_kernel[launches.integers[0]](**launches.integers[1], num_warps=4)
-            grid, arguments, options = launches.logits
-            logits_kernel[grid](**arguments, **options)
-            grid, arguments, options = launches.sum
-            latent_sum_kernel[grid](**arguments, **options)
-            if launches.merge is not None:
-                merge_kernel[launches.merge[0]](**launches.merge[1], num_warps=4)
-        grid, arguments = up_project_launch(
-            *results, None, weights.w_uv, weights.value_bias, weights.sinks, q_kv_NX.dtype
-        )
-        up_project_kernel[grid](**arguments, num_warps=4)
-    out: Tensor = arguments["out"]
-    return out

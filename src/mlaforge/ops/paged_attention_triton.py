@@ -104,8 +104,7 @@ def attend_kernel(
         q2 = columns(q_rows, real, V, D2, D)
     peak, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
-    if V1 > 0:
-        acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
+    acc1 = tl.zeros([BLOCK_M, V1 if V1 > 0 else 16], tl.float32)
     blocks = table + s.to(tl.int64) * table_row
     for n in range(start, end, BLOCK_N):
         p = n + tl.arange(0, BLOCK_N)
@@ -142,18 +141,13 @@ def attend_kernel(
                 v1 = columns(v_rows, live, V0, V1, V).to(q.dtype.element_ty)
             acc1 = tl.dot(weights, v1, acc1 * fade[:, None], input_precision=PRECISION)
     row_lse, divisor = softmax_end(peak, total, sinks, h, real, final, SINKS)
-    acc0 = acc0 / divisor[:, None]
-    if V1 > 0:
-        acc1 = acc1 / divisor[:, None]
-    else:
-        acc1 = acc0
     if final:
         at = n_row * heads + h
         tl.store(lse + at, row_lse, mask=real)
-        put_values(out, at, real, acc0, acc1, V, V0, V1)
+        put_values(out, at, real, acc0, acc1, divisor, V, V0, V1)
     else:
         tl.store(part_lse + at, row_lse, mask=real)
-        put_values(parts, at, real, acc0, acc1, V, V0, V1)
+        put_values(parts, at, real, acc0, acc1, divisor, V, V0, V1)
 
 
 @triton.jit(do_not_specialize=["splits", "queries"], do_not_specialize_on_alignment=["query_start", "by_sequence"])

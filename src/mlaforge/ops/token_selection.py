@@ -216,7 +216,7 @@ def _native_supports(
 # A key may be rounded to its other neighbour.
 WRITE_INDEX = Op("write_index", write_reference, mutates=(3,), observe=_written_keys, tolerance=(1.0, 0.0))
 WRITE_INDEX.register_native(_native_supports, _write_native)
-WRITE_INDEX.register_triton("token_selection_triton", "write", "write_supports")
+WRITE_INDEX.register_triton("index_projection_triton", "write", "write_supports")
 SELECT_TOKENS = Op("select_tokens", select_reference, observe=_selected_scores, tolerance=(1e-2, 1e-2))
 SELECT_TOKENS.register_native(_native_supports, _select_native)
 SELECT_TOKENS.register_triton("token_selection_triton", "choose")
