@@ -174,13 +174,16 @@ def selection_times(heads: int, width: int, S: int, P: int, topk: int, chip: Chi
     H, I = max(16, heads), max(16, width)  # noqa: E741
     keys, scores = float(S * P * width), 4.0 * S * P
     steps = stretch / selection.BLOCK_N
-    flops = 2.0 * H * I * selection.BLOCK_N * selection.PRODUCTS
+    flops, asynchronous = 2.0 * H * I * selection.BLOCK_N * selection.PRODUCTS, properties(chip).asynchronous
     works = {
         "query": Work(S * 8, 1, 2.0 * 16 * I * 64, 4.0 * S * heads * width, 32.0 * S * heads * width, FIRST_LOADS),
-        "lse": Work(S * stretches, steps, flops, keys, keys + S * stretches * heads * (width + 1) * 4.0, FIRST_LOADS),
+        "lse": Work(
+            S * stretches, steps, flops, keys, keys + S * stretches * heads * (width + 1) * 4.0, FIRST_LOADS,
+            asynchronous,
+        ),
         "score": Work(
             S * stretches, steps, flops, keys + scores,
-            keys + S * stretches * heads * 4.0 * (width + stretches) + scores, FIRST_LOADS,
+            keys + S * stretches * heads * 4.0 * (width + stretches) + scores, FIRST_LOADS, asynchronous,
         ),
         "select": Work(
             S, DIGITS * math.ceil(P / selection.BLOCK_L), 0.0, scores, 4 * scores + 16.0 * S * topk, FIRST_LOADS

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mlaforge.ops.token_selection import TokenIndex
 
 # Tokens per program, if all multiprocessors then have one, and per tile of logits; scores per step of the selection.
-STRETCHES, BLOCK_N, BLOCK_L = (2048, 1024, 512, 256), 64, 4096
+STRETCHES, BLOCK_N, BLOCK_L = (2048, 1024, 512, 256), 128, 4096
 # Products of a logit: of the two parts of a query.
 PRODUCTS = 2
 
