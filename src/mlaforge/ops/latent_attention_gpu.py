@@ -208,9 +208,11 @@ def make_launches(
     )  # fmt: skip
 
 
-def groups(view: CacheView, heads: int, K: int) -> list[slice]:
-    """Divide a view's sequences into groups whose decoded rows, of K bytes, and logits fit into the workspace."""
-    S, bytes_of_row = len(view.seq_lens_S), K + 2 * heads * view.max_query
+def groups(view: CacheView, heads: int, K: int, decoded: int) -> list[slice]:
+    """Divide a view's sequences into groups whose decoded rows, weights and partial sums fit into the workspace.
+    decoded: bytes of a decoded row."""
+    S, query_rows = len(view.seq_lens_S), heads * view.max_query
+    bytes_of_row = decoded + 2 * query_rows + 4 * query_rows * K // PIECE
     size = max(1, WORKSPACE // (most_rows(view) * bytes_of_row))
     return [slice(first, min(S, first + size)) for first in range(0, S, size)]
 
@@ -230,7 +232,7 @@ def attend(
         torch.empty(N, H, dtype=torch.float32, device=q_kv_NX.device),
     )
     with torch.cuda.device_of(q_kv_NX):
-        for group in groups(view, H, K if weights.columns is not None else 0):
+        for group in groups(view, H, K, K if weights.columns is not None else 0):
             launches = make_launches(q_kv_NX, (cos_LP, sin_LP), weights, rows, view, group, results, scale)
             if launches.integers is not None:
                 integers_kernel[launches.integers[0]](**launches.integers[1], num_warps=4)

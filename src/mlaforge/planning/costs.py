@@ -191,7 +191,7 @@ class Gpu:
 # Predicted shares of an H100's roof at 64 sequences of 32,768 tokens (docs/reference/kernel-times.md; a test compares
 # them), none measured. Assumed for other GPUs, and of weights: a copy's share of the bandwidth.
 SHARES = {
-    "bf16": 0.90, "fp8": 0.90, "int8": 0.90, "latent": 0.57, "latent_rope": 0.73, "coded": 0.65, "index": 0.19,
+    "bf16": 0.90, "fp8": 0.90, "int8": 0.90, "latent": 0.57, "latent_rope": 0.73, "coded": 0.65, "index": 0.22,
     "experts": 0.71, "weights": 0.90,
 }  # fmt: skip
 # Datasheets only; this CPU is measured (machines.py).

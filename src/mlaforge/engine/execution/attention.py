@@ -212,7 +212,8 @@ class PagedLatentAttention:
                 features, query = self._index_inputs(features, q_kv_NX[:, :-W])
             view = self.sparse(features, query, step.rotation_N1P, self.rows, view, step.selections, probe)
             probe = None
-        if prefers_triton(self.rows.device) and any(view.prompts):
+        whole = dense_view.positions_SK is None and dense_view.tree_Tn is None
+        if whole and any(view.prompts) and prefers_triton(self.rows.device):
             out_NX = self._with_prompts(q_kv_NX, step, dense_view, view)
         elif self.fused is not None:
             out_NX = self.fused(q_kv_NX, step, self.rows, view)
