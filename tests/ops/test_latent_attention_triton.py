@@ -69,7 +69,8 @@ def compare(sequences, name="plain", view=None, shape=(8, 2, 16), dtype=torch.fl
     """Compare the op's implementations on a step; return the result."""
     H, G, D = shape
     step = make_step(Shape(H, 1, RANK, RANK, aliased=True), sequences, 16, window, dtype=dtype)
-    format = Coded(COUNTS[name]) if name in COUNTS else Plain(RANK, str(dtype).removeprefix("torch."))
+    stored = "float8_e4m3fn" if name == "fp8" else str(dtype).removeprefix("torch.")
+    format = Coded(COUNTS[name]) if name in COUNTS else Plain(RANK, stored)
     rows = cached_rows(format, step, dtype)
     weights = GpuLatentWeights.of(make_layer(H, G, D, 24, rows, dtype=dtype, **options), rows)
     N = len(step.q)
@@ -103,7 +104,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["plain", *COUNTS])
+@pytest.mark.parametrize("name", ["plain", "fp8", *COUNTS])
 @pytest.mark.parametrize("sequences", STEPS, ids=str)
 def test_latent(sequences, name, dtype):
     compare(sequences, name, dtype=dtype)

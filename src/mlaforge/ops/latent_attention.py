@@ -22,6 +22,7 @@ from mlaforge.modeling.rope_mla import rotate
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import Op
 from mlaforge.ops.host_view import host_view
+from mlaforge.ops.latent_weights_gpu import GpuLatentWeights
 from mlaforge.ops.native import form, kernel, pack, supports_bfloat16, unpack
 from mlaforge.ops.paged_rows import PagedRows, native_rows, native_supports, written_rows
 from mlaforge.ops.row_formats.coded import Coded
@@ -245,10 +246,9 @@ def _latent_rope_native(
 def _latent_supports(
     q_kv_NX: Tensor, cos_LP: Any, sin_LP: Any, weights: LatentWeights, rows: PagedRows, *others: Any
 ) -> Literal[True] | str:
-    if not isinstance(weights, LatentWeights):
-        return "weights are packed for a GPU"
-    reason = supports_bfloat16(q_kv_NX)
-    return native_supports(rows) if reason is True else reason
+    if (reason := supports_bfloat16(q_kv_NX)) is not True:
+        return reason
+    return "weights are packed for a GPU" if isinstance(weights, GpuLatentWeights) else native_supports(rows)
 
 
 def _latent_rope_supports(
