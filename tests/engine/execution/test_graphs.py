@@ -181,7 +181,7 @@ SLOW = () if torch.cuda.is_available() else pytest.mark.slow
 @pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize(
     ("name", "op"),
-    [*((name, "reference") for name in MODELS), *((name, "triton") for name in ("llama", "latent_rope", *WHOLE)),
+    [*((name, "reference") for name in MODELS), *((name, "triton") for name in ("llama", "latent_rope", *WHOLE, "sparse in int8")),
      pytest.param("packed", "triton", marks=SLOW)],
 )  # fmt: skip
 def test_padded_step_equals_the_step(models, name, op, monkeypatch):
@@ -190,8 +190,9 @@ def test_padded_step_equals_the_step(models, name, op, monkeypatch):
     if op == "triton":
         need_interpreter()
     ops = ("paged_attention", "mxfp4_experts", "mxfp4_mixture")
+    name, _, stored = name.partition(" in ")
     monkeypatch.setenv("MLAFORGE_OPS", "triton" if name in WHOLE else ",".join(f"{one}={op}" for one in ops))
-    engine = make_engine(models[name])
+    engine = make_engine(models[name], kv_cache_dtype=stored or "auto")
     cache, eager, met, ragged = engine.cache, engine.runner.eager, set(), []
     for rows in cache.tensors:
         rows.fill_(torch.nan if rows.is_floating_point() else 0x55)
