@@ -20,6 +20,8 @@ from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.row_formats.plain import Plain
 
 BLOCK = 16
+# Tokens of a sequence that the reference can read: longer ones are for timing.
+LONGEST_REFERENCE = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,12 @@ def latent_inputs(
     table = torch.randperm(S * columns, device=device, dtype=torch.int32).view(S, columns)
     last = torch.arange(P - T, P, device=device)
     new_slots = (table[:, last // BLOCK].long() * BLOCK + last % BLOCK).flatten()
-    runs = tuple(tuple((block * BLOCK, BLOCK) for block in blocks) for blocks in table.tolist()) if P <= 4096 else ()
+    # Only the reference reads them, one sequence after another.
+    sizes_of_blocks = [min(BLOCK, P - first) for first in range(0, P, BLOCK)]
+    runs = tuple(
+        tuple((block * BLOCK, size) for block, size in zip(blocks, sizes_of_blocks, strict=True))
+        for blocks in (table.tolist() if P <= LONGEST_REFERENCE else [])
+    )  # fmt: skip
     view = CacheView(
         table, torch.full((S,), P, dtype=torch.int32, device=device),
         torch.zeros(S, dtype=torch.int32, device=device),
