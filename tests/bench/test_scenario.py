@@ -321,7 +321,7 @@ def test_kernels_are_checked_before_timing(monkeypatch, tmp_path, known_roof):
 def test_small_operations_are_checked_before_timing(monkeypatch, tmp_path, known_roof):
     config = resolve(BenchConfig, None, op="layer", device="cpu", dtype="float32")
     body = kernels.run(config, tmp_path, "small")
-    assert len(body["rows"]) == 7 and "| routing | 3 |" in kernels.table(body)
+    assert len(body["rows"]) == 8 and "| routing | 3 |" in kernels.table(body)
     (mixture,) = kernels.run(dataclasses.replace(config, op="experts"), tmp_path, "small")["rows"]
     assert mixture["op"] == mixture["layout"] == "experts" and mixture["us"] > 0
     monkeypatch.setenv("MLAFORGE_HOME", str(tmp_path))

@@ -1,5 +1,5 @@
 """The small operations of a layer, which memory and launches limit: norm, gate, rotation and the write to the cache,
-both ends of the absorbed form, the routing of experts, and the unpacking of coded rows.
+both ends of the absorbed form, the routing of experts, and writing and reading of coded rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.ops.absorbed_latents import ABSORB_AND_STORE, UP_PROJECT_VALUES, AbsorbedWeights
-from mlaforge.ops.coded_rows import UNPACK_ROWS
+from mlaforge.ops.coded_rows import PACK_ROWS, UNPACK_ROWS
 from mlaforge.ops.dispatch import prefers_triton
 from mlaforge.ops.elementwise import ADD_RMS_NORM, SILU_MUL
 from mlaforge.ops.expert_routing import route as experts_by_token
@@ -47,6 +47,7 @@ def operations(N: int, dtype: torch.dtype, device: torch.device, small: bool = F
     # Four bits on average.
     code = Coded((R,) * 3 + (R // 2,) * 2 + (R // 4,))
     coded = torch.randint(0, 256, (N, code.unit_bytes), dtype=torch.uint8, device=device)
+    uncoded = (torch.randn(N, R, device=device) * code.code.halves(device) / 2).to(dtype)
 
     def empty_rows(width: int) -> PagedRows:
         rows = PagedRows.empty(Plain(width, str(dtype).removeprefix("torch.")), N, dtype, device)
@@ -57,6 +58,11 @@ def operations(N: int, dtype: torch.dtype, device: torch.device, small: bool = F
         rotated, rows = qkv.clone(), empty_rows(2 * G * D)
         ROPE_AND_STORE(rotated, rotation[..., : D // 2], rows, slots, H + G, D, implementation=implementation)
         return [rotated, rows.packed]
+
+    def pack(implementation: str | None) -> list[Tensor]:
+        packed = torch.zeros_like(coded)
+        PACK_ROWS(uncoded, code, packed, slots, implementation=implementation)
+        return [packed.float()]
 
     def absorb(implementation: str | None) -> list[Tensor]:
         rows = empty_rows(R + E)
@@ -89,6 +95,7 @@ def operations(N: int, dtype: torch.dtype, device: torch.device, small: bool = F
             weight_bytes + (latents.numel() + N * H * D) * item, op(UP_PROJECT_VALUES, latents, lse, lse, weights)
         ),
         "routing": (logits.numel() * item + 16 * N * K, route),
+        "pack coded rows": (coded.numel() + N * R * item, pack),
         "unpack coded rows": (coded.numel() + 2 * N * R, op(UNPACK_ROWS, coded, code, slots)),
     }  # fmt: skip
 

@@ -28,6 +28,9 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.check import save
 from mlaforge.ops.latent_attention import LATENT
 from mlaforge.ops.mxfp4 import unpack
+from mlaforge.ops.packed_attention import packed_attention
+from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.ops.row_formats.int8 import Int8
 
 UNIT = "relative error"
 # Relative errors due to rounding, by the dtype of queries, to which softmax weights and outputs are rounded.
@@ -78,6 +81,10 @@ def cases(context: Context) -> Iterator[Case]:
     )  # fmt: skip
     for name in list(layouts)[::2]:
         yield _case(context, f"tree, {name}", first_dtype, functools.partial(tree, context, layouts[name]))
+    name = next(iter(layouts))
+    # Of the reference, decoded rows are rounded to bf16.
+    bound = Prediction(TOLERANCES[torch.bfloat16], UNIT, AT_MOST)
+    yield Case(f"attention {name}, int8", bound, functools.partial(int8, context, layouts[name]))
     for splits in (2, 7):
         yield _case(context, f"merge of {splits} splits", kinds[0][0], functools.partial(merge, context, first, splits))
     for (name, sizes), (T, topk) in itertools.product(_latent_sizes(context).items(), ((1, 0), (4, 0), (1, 48))):
@@ -247,6 +254,21 @@ def latent_attention(context: Context, sizes: LatentSizes, T: int, topk: int) ->
         return [LATENT(*arguments, implementation="triton")]
 
     return Outcome(difference(context, run, [reference.double()], ()))
+
+
+def int8(context: Context, layout: Layout) -> Outcome:
+    """Error of attention over int8 rows, decoded for the reference."""
+    q, k, v, view, scale = inputs(context, layout, context.dtype, context.dtype, (1, 4, 2), (65, 300, 2))
+    row = torch.cat((k.flatten(1), v.flatten(1)), dim=1).nan_to_num()
+    rows = PagedRows.empty(Int8((layout.key,) * 2 * k.shape[1]), len(row), context.dtype, context.device)
+    rows.format.write(rows.packed, torch.arange(len(row), device=context.device), row)
+    numbers = rows.format.read(rows.packed, torch.arange(len(row), device=context.device)).to(context.dtype)
+    k, v = numbers.unflatten(1, (2, -1, layout.key)).unbind(1)
+    error = difference(
+        context, lambda: packed_attention(q, rows, view, scale, implementation="triton"),
+        reference_attention(q, k, v, view, scale), (),
+    )  # fmt: skip
+    return Outcome(error)
 
 
 def merge(context: Context, layout: Layout, splits: int) -> Outcome:
