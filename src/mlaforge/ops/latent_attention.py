@@ -1,5 +1,6 @@
-"""Latent attention of a converted layer on a CPU, in both layouts: from the projections of its input to the input of
-o_proj, the write of the step's rows included. The mathematics is modeling/latent_attention_mla.py's.
+"""Latent attention of a converted layer, in both layouts on a CPU and `latent` on a GPU: from the projections of its
+input to the input of o_proj, the write of the step's rows included. The mathematics is
+modeling/latent_attention_mla.py's.
 
 Legend: N tokens of a step, H query heads, G KV heads, J = H / G, D key and V value dimensions, R latent rank, E rotary
 dimensions, W = R + E elements of a row, P rotary pairs, L positions of a table or rows of a sequence, T query tokens of
@@ -30,7 +31,7 @@ from mlaforge.ops.row_formats.coded import Coded
 
 @dataclasses.dataclass(frozen=True)
 class LatentWeights:
-    """Weights of a layer in the layout of the kernels.
+    """Weights of a layer in the layout of the compiled CPU kernels; latent_weights_gpu.py has those of a GPU.
 
     w_up        W_uk of all KV heads [G D, R], packed with outputs padded to 16, then W_uv [V, R], padded per KV head;
                 inputs padded to 32
