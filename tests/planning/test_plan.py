@@ -158,7 +158,7 @@ def test_plan_of_a_model_with_key_norms_offers_latent_only() -> None:
     dense = plain + coded
     sparse = [
         "gqa, 4096 read", "gqa, 2048 read", "gqa, 1024 read", "gqa, int8, 4096 read", "latent 256, 4096 read",
-        "latent 416, 4 bits, 4096 read", "latent 416, 4 bits, 1024 read",
+        "latent 416, 4 bits, 4096 read", "latent 416, 4 bits, 1024 read", "latent 416, 4 bits, 2048 read",
     ]  # fmt: skip
     assert [row.label for row in report.rows] == dense + sparse
     # Reported once, not for every budget.

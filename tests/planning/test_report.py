@@ -31,7 +31,7 @@ def test_report_of_gpt_oss() -> None:
     assert "75.00%" in text
     assert all(len(line) == len(line.rstrip()) for line in text.splitlines())
     answer = json.loads(json.dumps(report.as_dict()))
-    layouts = ["gqa"] * 3 + ["latent"] * 3 + ["latent_rope"] * 2 + ["latent"] * 3 + ["gqa"] * 4 + ["latent"] * 3
+    layouts = ["gqa"] * 3 + ["latent"] * 3 + ["latent_rope"] * 2 + ["latent"] * 3 + ["gqa"] * 4 + ["latent"] * 4
     assert [row["layout"] for row in answer["rows"]] == layouts
     assert answer["rows"][2]["stored"] == "fp8" and answer["rows"][2]["typical_loss"] > 1
     assert sum(row["recommended"] for row in answer["rows"]) == 1

@@ -111,4 +111,5 @@ FORMS = (
     Form("bf16", 0.0923 + 0.0055, "latent", budget=0.5, selection_ratio=8),
     Form("coded", 0.0045 + 0.0058, "latent", bits=4.0, selection_ratio=8),
     Form("coded", 0.0045 + 0.0058, "latent", bits=4.0, reads=1024),
+    Form("coded", 0.0045 + 0.0016, "latent", bits=4.0, reads=2048),
 )
