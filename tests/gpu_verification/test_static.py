@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from mlaforge.gpu_verification.compilation import MULTIPROCESSORS, count, disassembled, gpu_of
 from mlaforge.gpu_verification.kernel_launches import LAUNCHES
 from mlaforge.gpu_verification.static import compiles, identity
+from mlaforge.ops.gpu_properties import SHARED_MEMORY
 
 ROOT = Path(__file__).parents[2]
 ROWS = json.loads((ROOT / "benchmarks/gpu_static.json").read_text())["rows"]
@@ -37,6 +38,11 @@ def test_the_table_is_of_the_kernels_as_they_are():
 def test_spills_are_within_the_predictions_of_verify_gpu():
     over = [row for row in ROWS if row["spilled"] > LAUNCHES[row["name"]](gpu_of(row["capability"])).spilled]
     assert not over
+
+
+def test_kernels_fit_into_the_shared_memory():
+    over = [row for row in ROWS if row["shared"] > SHARED_MEMORY[divmod(row["capability"], 10)]]
+    assert not [(row["name"], row["capability"], row["shared"]) for row in over]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def unpack_kernel(
         tl.store(out + n * (R + E) + R + e, (number * scale).to(out.dtype.element_ty), mask=e < E)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache  # without a limit: captured steps read the tables
 def field_table(counts: tuple[int, ...], rope_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the kernel's `fields`, int32 [P, 4, R], and `halves`, int32 [R]."""
     layout = CodedLayout(counts, rope_dim)
@@ -124,7 +124,7 @@ def pack_kernel(
     tl.store(out + tl.load(units + n) * row_words + w, words, mask=live)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache  # without a limit: captured steps read the tables
 def place_table(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the kernel's `places`, int32."""
     layout = CodedLayout(counts)

@@ -66,7 +66,7 @@ def integers_kernel(
     tl.store(to, total, mask=live[:, None] & inside[None, :])
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache  # without a limit: captured steps read the tables
 def _words(counts: tuple[int, ...], device: torch.device) -> Tensor:
     return uploaded(integer_columns(counts).words, device)
 

@@ -42,7 +42,6 @@ WORKSPACE = 512 << 20
 # Rows of a tile of logits, and of a step of the sum; most rows of a piece of the sum.
 MOST_ROWS, BLOCK_N, PIECE = 128, 64, 4096
 
-
 INTERPRETED = not isinstance(logits_kernel, triton.JITFunction)
 
 

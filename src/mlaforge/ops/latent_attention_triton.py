@@ -170,7 +170,7 @@ def logits_kernel(
     h, real = head * GROUP + j % BLOCK_J, (j % BLOCK_J < GROUP) & (head < G)
     # Columns of other heads are 0.
     same = (g[:, None] == head[None, :]) & inside[:, None] & real[None, :]
-    for t in range(T):
+    for t in tl.range(0, T, num_stages=1):  # not pipelined: shared memory is for the product
         n = (begin + t).to(tl.int64)
         query = q + n * q_row + h[None, :] * D + pair[:, None]
         u, v = _query(query, q_norm + pair, same, inside, eps, D, NORMS)
