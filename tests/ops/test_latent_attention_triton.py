@@ -111,6 +111,29 @@ def test_latent(sequences, name, dtype):
 
 
 @pytest.mark.parametrize("name", ["plain", "coded"])
+def test_padding_of_a_captured_step_sees_nothing(name):
+    """A sequence without rows between others, and one with fewer rows than query tokens."""
+    step = make_step(Shape(8, 1, RANK, RANK, aliased=True), [(70, 2), (5, 2), (9, 2)], 16)
+    format = Coded(COUNTS[name]) if name in COUNTS else Plain(RANK, "float32")
+    rows = cached_rows(format, step, torch.float32)
+    weights = GpuLatentWeights.of(make_layer(8, 2, 16, 24, rows, sinks=True), rows)
+    latents = step.k[step.view.slots_N, 0]
+    latents = format.read(rows.packed, step.view.slots_N).float() if isinstance(format, Coded) else latents
+    inputs = torch.cat((random(6, 8 * 16, seed=3), latents), dim=1)
+    angle = torch.arange(80.0, device=DEVICE)[:, None] * random(8, seed=4)
+    lengths = torch.tensor([70, 0, 1], dtype=torch.int32, device=DEVICE)
+    padded = dataclasses.replace(step.view, seq_lens_S=lengths, lengths=(), runs=())
+    out, whole = (
+        LATENT(inputs, angle.cos(), angle.sin(), weights, rows, view, 0.2, implementation="triton")
+        for view in (padded, step.view)
+    )
+    torch.testing.assert_close(out[:2], whole[:2], atol=2e-3, rtol=2e-3)
+    assert out.isfinite().all() and not torch.allclose(out[2:5], whole[2:5], atol=1e-2)
+    # With learned sinks nothing is left of a token that sees nothing.
+    assert not out[2:5].any() and out[5].any()
+
+
+@pytest.mark.parametrize("name", ["plain", "coded"])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 1, 24), (6, 6, 16)], ids=str)
 @pytest.mark.parametrize("options", [{"norms": True}, {"sinks": True}, {"window": 40}], ids=str)
 def test_latent_of_a_family(shape, options, name):
