@@ -7,7 +7,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlaforge.serving.responses import TextChoice
+from mlaforge.serving.replies import TextChoice
 from support.scripted_engine import ScriptedEngine, load_tokenizer
 from support.serving import serving
 

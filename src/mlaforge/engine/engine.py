@@ -207,8 +207,7 @@ class Engine:
 
     def _sequence(self, request: Request, index: int) -> Sequence:
         params, prompt = request.params, request.prompt_ids
-        unconstrained = params.regex is None and params.json_schema is None
-        constraint = None if unconstrained else Constraint(self.grammars, params)
+        constraint = Constraint(self.grammars, params) if params.constrained else None
         return Sequence(
             next(self._sequence_numbers), request, index, list(prompt),
             SamplingState(params, prompt, self.vocab_size, self.eos_token_ids, self.device, constraint, index),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import threading
@@ -92,7 +91,8 @@ class LLM:
         at the end. Leaving the loop aborts unfinished requests."""
         prompt_list = _prompts(prompts)
         params = _params_per_request(sampling_params, len(prompt_list), "prompts", lambda: self.default_params)
-        yield from self._run(prompt_list, params)
+        for _, output in self._run(prompt_list, params):
+            yield output
 
     def chat(
         self, messages: Conversation | Sequence[Conversation], sampling_params: Params = None, *,
@@ -122,15 +122,17 @@ class LLM:
         params = _params_per_request(sampling_params, len(prompts), "conversations", lambda: self.default_params)
         chat_format = self.harmony
         if chat_format is None:
-            yield from self._run(prompts, params)
+            for _, output in self._run(prompts, params):
+                yield output
             return
-        parsers: dict[tuple[str, int], HarmonyParser] = {}
-        for output in self._run(
-            prompts, [_with_harmony_stops(request_params, chat_format) for request_params in params]
-        ):
+        params = [chat_format.adapted(request_params, tools) for request_params in params]
+        parsers: dict[tuple[int, int], HarmonyParser] = {}
+        for number, output in self._run(prompts, params):
             for completion in output.outputs:
-                key = output.request_id, completion.index
-                _parse_harmony(parsers.get(key) or parsers.setdefault(key, chat_format.parser(tools)), completion)
+                key = number, completion.index
+                if key not in parsers:
+                    parsers[key] = chat_format.parser(tools, params[number])
+                _parse_harmony(parsers[key], completion)
             yield output
 
     def chat_prompt(
@@ -157,7 +159,10 @@ class LLM:
         """Harmony, or None for the chat template. Raises UserError where oss-harmony is missing."""
         return harmony.choose(self.tokenizer, self._use_harmony)
 
-    def _run(self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams]) -> Iterator[RequestOutput]:
+    def _run(
+        self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams]
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Yield new outputs with the numbers of their prompts."""
         texts: dict[str, str | None] = {}
         failed: list[RequestOutput] = []
         try:
@@ -168,14 +173,14 @@ class LLM:
                     self.engine.add(request_id, ids, sampling_params)
                     texts[request_id] = prompt if isinstance(prompt, str) else None
                     self._unread[request_id] = deque()
-            unfinished = set(texts)
+            unfinished, numbers = set(texts), {request_id: number for number, request_id in enumerate(texts)}
             while unfinished and (outputs := self._next_outputs(list(texts))) is not None:
                 for output in outputs:
                     output.prompt = texts[output.request_id]
                     failed += [output] if output.non_finite else []
                     if output.finished:
                         unfinished.remove(output.request_id)
-                    yield output
+                    yield numbers[output.request_id], output
         finally:
             with self._lock:
                 for request_id in texts:
@@ -233,18 +238,10 @@ def _params_per_request(
     return sampling_params
 
 
-def _with_harmony_stops(params: SamplingParams, chat_format: Harmony) -> SamplingParams:
-    """Return the parameters with harmony's stop tokens."""
-    for name in ("regex", "json_schema", "stop"):
-        if getattr(params, name):
-            raise UserError(f"{name} would apply to harmony's channels too; use harmony=False, or ask in a message")
-    stops = () if params.ignore_eos else chat_format.stop_token_ids
-    return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *stops))
-
-
 def _parse_harmony(parser: HarmonyParser, completion: Completion) -> None:
     """Replace the decoded text of the new tokens by what they mean in harmony."""
-    added = parser.feed(completion.token_ids, completion.finish_reason is not None)
+    stopped = isinstance(completion.stop_reason, str)
+    added = parser.feed(completion.token_ids, completion.finish_reason is not None, stopped)
     completion.text, completion.reasoning_content = added.get("content", ""), added.get("reasoning_content", "")
     completion.tool_calls, completion.harmony_parse_error = added.get("tool_calls", []), parser.failed
     if completion.finish_reason == "stop" and parser.calls:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from mlaforge.engine.request import chat_template
 from mlaforge.engine.request.conversation import MessageError
 from mlaforge.engine.request.harmony import FIELDS, Harmony
-from mlaforge.engine.request.output import Completion
+from mlaforge.engine.request.harmony_grammar import calls_grammar
+from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.serving.answer_parsers import AnswerParser, CallsParser, ChannelParser, NamedCallParser, PlainParser
 from mlaforge.serving.harmony_process import HarmonyProcesses
 from mlaforge.serving.prompts import Prompts
 from mlaforge.serving.protocol import ChatMessage, ChatRequest, NamedTool
-from mlaforge.serving.tool_calls import CallsReader, new_call
+from mlaforge.serving.strict import log_ignored
 from mlaforge.serving.wire import ApiError, parse
+
+# Efforts of OpenAI's API for models with three of them. Harmony always reasons.
+_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}
 
 # Arguments of tokenizers that are not template variables: chat_template_kwargs may not set them.
 _RESERVED = frozenset({
@@ -24,85 +30,13 @@ _RESERVED = frozenset({
 })  # fmt: skip
 
 
-class AnswerParser(Protocol):
-    """Incremental parser of one choice. `failed`: a part of the text is not valid harmony; `calls`: number of tool
-    calls so far, except that of a named tool."""
-
-    @property
-    def failed(self) -> bool: ...
-    @property
-    def calls(self) -> int: ...
-
-    def read(self, new: Completion) -> dict[str, Any]:
-        """Return the message delta of an incremental completion."""
-
-
-class PlainParser:
-    """All text is content. Tool calls stay in the text as the model writes them."""
-
-    failed = False
-    calls = 0
-
-    def read(self, new: Completion) -> dict[str, Any]:
-        return {"content": new.text} if new.text else {}
-
-
-class ChannelParser:
-    """Parses tokens, not text: the structure of harmony is in its special tokens."""
-
-    def __init__(self, harmony: Harmony, tools: list[dict[str, Any]]) -> None:
-        self._parser = harmony.parser(tools)
-
-    @property
-    def failed(self) -> bool:
-        return self._parser.failed
-
-    @property
-    def calls(self) -> int:
-        return self._parser.calls
-
-    def read(self, new: Completion) -> dict[str, Any]:
-        return self._parser.feed(new.token_ids, new.finish_reason is not None)
-
-
-class CallsParser:
-    """Parses the list of calls that the schema of `tool_choice: required` prescribes."""
-
-    failed = False
-
-    def __init__(self) -> None:
-        self._reader = CallsReader()
-
-    @property
-    def calls(self) -> int:
-        return self._reader.calls
-
-    def read(self, new: Completion) -> dict[str, Any]:
-        deltas = self._reader.read(new.text)
-        return {"tool_calls": deltas} if deltas else {}
-
-
-class NamedCallParser:
-    """All text is the arguments of one tool. Such an answer ends with `stop`, as with OpenAI and vLLM."""
-
-    failed = False
-    calls = 0
-
-    def __init__(self, name: str) -> None:
-        self._call = new_call(0, name)
-
-    def read(self, new: Completion) -> dict[str, Any]:
-        if not new.text:
-            return {}
-        call, self._call = self._call, {"index": 0, "function": {}}
-        return {"tool_calls": [{**call, "function": {**call["function"], "arguments": new.text}}]}
-
-
 class Chat:
     """The chat format of one model: harmony, or its chat template."""
 
-    def __init__(self, tokenizer: Any, harmony: Harmony | None, prompts: Prompts, ignored_tools: str = "error") -> None:
-        self._tokenizer, self._prompts, self._ignored_tools = tokenizer, prompts, ignored_tools
+    def __init__(
+        self, tokenizer: Any, harmony: Harmony | None, prompts: Prompts, require_tool_template: bool = False
+    ) -> None:
+        self._tokenizer, self._prompts, self._require_tool_template = tokenizer, prompts, require_tool_template
         self.harmony = harmony
         self._processes = None if harmony is None else HarmonyProcesses(harmony)
 
@@ -116,37 +50,39 @@ class Chat:
         if self._processes is not None:
             self._processes.close()
 
-    def parser(self, request: ChatRequest) -> Callable[[], AnswerParser]:
+    def parser(self, request: ChatRequest, params: SamplingParams) -> Callable[[], AnswerParser]:
         """Return the factory of the parsers for the request's choices."""
         if self.harmony is not None:
-            return functools.partial(ChannelParser, self.harmony, _tools(request))
+            return functools.partial(ChannelParser, self.harmony, _tools(request), params)
         if isinstance(request.tool_choice, NamedTool):
             return functools.partial(NamedCallParser, request.tool_choice.function.name)
-        return CallsParser if request.tool_choice == "required" else PlainParser
+        return CallsParser if request.tool_mode == "required" else PlainParser
 
-    def sampling(self, request: ChatRequest) -> dict[str, Any]:
-        """Return the sampling parameters that the chat format sets. Raises ApiError (400)."""
+    def params(
+        self, request: ChatRequest, vocab_size: int, defaults: Mapping[str, Any], **changes: Any
+    ) -> list[SamplingParams]:
+        """Return the sampling parameters in the model's chat format, and their fallbacks for a grammar that cannot be
+        followed. Raises ApiError (400)."""
         if self.harmony is None:
-            return {}
-        for name in (
-            "response_format", "regex", "guided_regex", "guided_json", "structured_outputs", "stop", "tool_choice",
-        ):  # fmt: skip
-            value = getattr(request, name)
-            if value and value not in ("auto", "none") and getattr(value, "type", "") != "text":
-                reason = f"{name} would constrain harmony's channels, too; use --no-harmony, or state it in a message"
-                raise ApiError(400, reason, name, "unsupported_parameter")
-        stops = () if request.ignore_eos else self.harmony.stop_token_ids
-        return {"stop_token_ids": (*request.stop_token_ids, *stops)}
+            return request.params(vocab_size, defaults, request.grammars(), **changes)
+        tools = _tools(request)
+        if (schemas := request.forced_schemas()) is None:
+            candidates = request.params(vocab_size, defaults, request.grammars(), **changes)
+        else:
+            grammars = [{"grammar": calls_grammar(parameters)} for parameters in schemas.candidates()]
+            candidates = request.params(vocab_size, defaults, grammars, **changes)
+        return [self.harmony.adapted(params, tools) for params in candidates]
 
     def _harmony_prompt(self, processes: HarmonyProcesses, request: ChatRequest) -> list[int]:
         if request.continue_final_message or not request.add_generation_prompt:
             raise ApiError(400, "with harmony the answer is always a new message", "add_generation_prompt")
-        if request.chat_template_kwargs:
-            raise ApiError(400, "harmony uses no chat template", "chat_template_kwargs")
+        for name in request.chat_template_kwargs.keys() - {"reasoning_effort"}:
+            log_ignored("chat_template_kwargs (harmony has no template)", name)
         messages = [message.model_dump(include=set(FIELDS), exclude_none=True) for message in request.messages]
         self._prompts.check("\n".join(message.text for message in request.messages))
+        effort = request.reasoning_effort or request.chat_template_kwargs.get("reasoning_effort")
         try:
-            return processes.render(messages, _tools(request), request.reasoning_effort)
+            return processes.render(messages, _tools(request), _effort(effort))
         except MessageError as error:
             raise ApiError(400, str(error), error.field) from error
 
@@ -157,44 +93,43 @@ class Chat:
             raise ApiError(400, f"chat_template_kwargs may not set {reserved[0]}", "chat_template_kwargs")
         if request.continue_final_message and request.add_generation_prompt:
             raise ApiError(400, "continue_final_message needs add_generation_prompt = false", "continue_final_message")
+        # Templates with a switch for reasoning name it enable_thinking.
+        thinking = {"enable_thinking": False} if request.reasoning_effort == "none" else {}
         variables = {
+            **thinking,
             **request.chat_template_kwargs,
             "add_generation_prompt": request.add_generation_prompt,
             "continue_final_message": request.continue_final_message,
         }
+        effort = None if request.reasoning_effort == "none" else request.reasoning_effort
         # A forced call has the tool's schema in its grammar, so the template may ignore the tools.
-        ignored = self._ignored_tools if request.forced_tools is None else "log"
+        required = self._require_tool_template and request.forced_tools is None
         try:
             text = chat_template.text(
-                self._tokenizer, [_plain(message, f"messages.{i}") for i, message in enumerate(request.messages)],
-                tools=_tools(request), reasoning_effort=request.reasoning_effort, variables=variables,
-                ignored_tools=ignored,
+                self._tokenizer, [_plain(message) for message in request.messages], tools=_tools(request),
+                reasoning_effort=_effort(effort), variables=variables,
+                ignored_tools="error" if required else "log",
             )  # fmt: skip
         except MessageError as error:
             raise ApiError(400, str(error), error.field) from error
         return self._prompts.encode(text, bool(request.add_special_tokens))
 
 
+def _effort(effort: str | None) -> str | None:
+    return _EFFORTS.get(effort, effort) if effort is not None else None
+
+
 def _tools(request: ChatRequest) -> list[dict[str, Any]]:
     """Return the tools that the prompt describes, as plain objects."""
-    return [] if request.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in request.tools]
+    return [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
 
 
-def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
+def _plain(message: ChatMessage) -> dict[str, Any]:
     """Return a message with the fields that templates know. Arguments of tool calls are parsed here, where the size of
-    JSON is limited."""
+    JSON is limited; those that are not JSON, because the token limit cut them off, stay text."""
     plain = message.model_dump(include=set(FIELDS), exclude_none=True)
     for call in plain.get("tool_calls", ()):
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"], where)
+        if isinstance(arguments := call["function"]["arguments"], str):
+            with contextlib.suppress(ValueError):
+                call["function"]["arguments"] = parse(arguments or "{}")
     return plain
-
-
-def _arguments(text: str, where: str) -> dict[str, Any]:
-    """Return the arguments of a tool call, which the API carries as JSON text. Raises ApiError (400)."""
-    try:
-        arguments = parse(text or "{}")
-    except ValueError as error:
-        raise ApiError(400, f"{where}: a call's arguments are not JSON", f"{where}.tool_calls") from error
-    if not isinstance(arguments, dict):
-        raise ApiError(400, f"{where}: a call's arguments must be a JSON object", f"{where}.tool_calls")
-    return arguments

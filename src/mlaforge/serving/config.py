@@ -6,7 +6,6 @@ import dataclasses
 
 from mlaforge.config import option
 from mlaforge.engine.config import EngineConfig
-from mlaforge.engine.request.chat_template import IGNORED_TOOLS
 from mlaforge.engine.request.harmony import EFFORTS
 
 
@@ -80,7 +79,7 @@ class ServeConfig(EngineConfig):
     verify: bool = option(False, "first compare every file of model and head with its hash, as `mlaforge verify` does")
     drain_timeout: float = option(30.0, "time limit for running requests after SIGTERM", "seconds", least=0)
     harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")
-    ignored_tools: str = option(
-        "error", "response to a request with tools if the chat template ignores them: a 400, or a line in the log",
-        choices=IGNORED_TOOLS,
-    )  # fmt: skip
+    require_tool_template: bool = option(
+        False, "refuse requests with tools if the chat template ignores them, instead of a line in the log"
+    )
+    strict_fields: bool = option(False, "refuse requests with unknown fields instead of ignoring these")

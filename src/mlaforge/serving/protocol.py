@@ -1,7 +1,8 @@
 """The requests of /v1/completions and /v1/chat/completions: OpenAI's fields and vLLM's extensions, strictly typed.
 
 A field is one of: declared below; harmless and ignored (it does not affect the text of the answer); refused by name,
-because ignoring it would change the meaning of the request; or unknown. null is the same as leaving a field out.
+because ignoring it would change the meaning of the request; or unknown, which is ignored with a line in the log and a
+response header, or with --strict-fields refused. null is the same as leaving a field out.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
 from mlaforge.config import nearest
 from mlaforge.engine.request.output import NonFiniteLogits
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
-from mlaforge.serving import tool_calls
-from mlaforge.serving.strict import Strict, api_error
-from mlaforge.serving.structured_outputs import ResponseFormat, StructuredOutputs
+from mlaforge.serving.messages import AllowedToolChoice, ChatMessage, NamedTool, Tool
+from mlaforge.serving.strict import Strict, Whole, api_error, are_fields_strict, log_ignored
+from mlaforge.serving.structured_outputs import Constraint, ResponseFormat, StructuredOutputs
+from mlaforge.serving.tool_calls import ToolSchemas, calls_schema
 from mlaforge.serving.wire import ApiError
 
 # Limits of the server; SamplingParams has the ranges of the other fields.
@@ -26,13 +28,13 @@ MAX_LOGPROBS = 20
 MAX_BIASES = 10_000
 # OpenAI's limit; SamplingParams accepts any temperature that leaves the logits finite.
 MAX_TEMPERATURE = 2.0
-Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Count = Annotated[Whole, Field(ge=0, le=2**31 - 1)]
+Logprobs = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Field(max_length=1000)]
 
 HARMLESS = frozenset({
     "user", "store", "metadata", "service_tier", "parallel_tool_calls", "prediction", "prompt_cache_key",
-    "prompt_cache_retention", "safety_identifier", "request_id",
+    "prompt_cache_retention", "safety_identifier", "request_id", "verbosity", "include_reasoning",
 })  # fmt: skip
 # Field -> (alternative, values that request nothing).
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -57,13 +59,16 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "modalities": ("answers are text", (["text"],)),
     "audio": ("answers are text", ()),
     "web_search_options": ("there is no web search", ()),
-    "verbosity": ("state it in a message", ("medium",)),
+    "background": ("answers are not stored", (False,)),
+    "conversation": ("send the whole conversation in messages", ()),
     "mm_processor_kwargs": ("prompts are text", ()),
 }
 
 
 class StreamOptions(Strict):
     """Options of a streamed answer. `continuous_usage_stats`, vLLM's, adds the usage so far to every chunk."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -78,21 +83,21 @@ class Generation(Strict):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = 1
-    best_of: int | None = None
+    n: Whole = 1
+    best_of: Whole | None = None
     max_tokens: Count | None = None
-    min_tokens: int = 0
+    min_tokens: Whole = 0
     temperature: Annotated[float, Field(le=MAX_TEMPERATURE)] = 1.0
-    top_k: int = 0
+    top_k: Whole = 0
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     # Signed, as in OpenAI's and vLLM's APIs.
-    seed: Annotated[int, Field(le=2**63 - 1)] | None = None
+    seed: Annotated[Whole, Field(le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=64)] = Field(default_factory=list)
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[Whole], Field(max_length=1024)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -109,11 +114,19 @@ class Generation(Strict):
     structured_outputs: StructuredOutputs | None = None
     return_tokens_as_token_ids: bool = False
 
+    # Fields of the request that have no effect.
+    _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def warnings(self) -> list[str]:
+        return self._warnings
+
     @classmethod
     def read(cls, payload: dict[str, Any]) -> Self:
         """Parse the request from a JSON object. Raises ApiError (400) that names the field."""
         refused = {**REFUSED, **cls.refused}
         values: dict[str, Any] = {}
+        unknown: list[str] = []
         for name, value in payload.items():
             if value is None or (name in HARMLESS and name not in cls.model_fields):
                 continue
@@ -124,7 +137,11 @@ class Generation(Strict):
                 raise ApiError(400, f"{name} is not supported: {instead}", name, "unsupported_parameter")
             if name not in cls.model_fields:
                 hint = nearest(name[:100], cls.model_fields)
-                raise ApiError(400, f"unknown field {name[:100]!r}{hint}", name[:100], "unknown_parameter")
+                if are_fields_strict():
+                    raise ApiError(400, f"unknown field {name[:100]!r}{hint}", name[:100], "unknown_parameter")
+                log_ignored("the request", name)
+                unknown.append(f"unknown field {name[:100]!r}{hint}")
+                continue
             values[name] = value
         biases = values.get("logit_bias")
         if isinstance(biases, dict) and len(biases) > MAX_BIASES:
@@ -137,33 +154,36 @@ class Generation(Strict):
             raise ApiError(400, "best_of other than n is not supported", "best_of", "unsupported_parameter")
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options is only for stream = true", "stream_options")
+        request._warnings += unknown[:10]
         return request
 
-    def constraints(self) -> list[tuple[str, str, Any]]:
-        """Return the constraints on the answer as (field of the request, field of SamplingParams, value). Raises
-        ApiError (400)."""
-        constraints: list[tuple[str, str, Any]] = []
+    def constraint(self) -> Constraint | None:
+        """Return the constraint on the answer. Raises ApiError (400)."""
+        constraints: list[Constraint] = []
         if self.response_format is not None and (constraint := self.response_format.constraint()) is not None:
-            constraints.append(("response_format", *constraint))
+            constraints.append(constraint)
         for name in ("regex", "guided_regex"):
             if (pattern := getattr(self, name)) is not None:
-                constraints.append((name, "regex", pattern))
+                constraints.append(Constraint(name, "regex", pattern))
         if self.guided_json is not None:
-            constraints.append(("guided_json", "json_schema", self.guided_json))
+            constraints.append(Constraint("guided_json", "json_schema", self.guided_json))
         if self.structured_outputs is not None:
-            constraints.append(("structured_outputs", *self.structured_outputs.constraint()))
-        return constraints
-
-    def constraint(self) -> dict[str, Any]:
-        """Return the json_schema or regex of the answer as a field of SamplingParams. Raises ApiError (400)."""
-        constraints = self.constraints()
+            constraints.append(self.structured_outputs.constraint())
         if len(constraints) > 1:
-            names = " and ".join(name for name, _, _ in constraints)
-            raise ApiError(400, f"{names} exclude each other", constraints[1][0])
-        return {kind: value for _, kind, value in constraints}
+            names = " and ".join(constraint.field for constraint in constraints)
+            raise ApiError(400, f"{names} exclude each other", constraints[1].field)
+        return constraints[0] if constraints else None
 
-    def params(self, vocab_size: int, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
-        """Return the sampling parameters, with the model's `defaults` for unset fields. Raises ApiError (400)."""
+    def grammars(self) -> list[dict[str, Any]]:
+        """Return the constraint as fields of SamplingParams, and its fallbacks. Raises ApiError (400)."""
+        constraint = self.constraint()
+        return [{}] if constraint is None else [{constraint.kind: value} for value in constraint.candidates()]
+
+    def params(
+        self, vocab_size: int, defaults: Mapping[str, Any], grammars: list[dict[str, Any]], **changes: Any
+    ) -> list[SamplingParams]:
+        """Return the sampling parameters for each of `grammars`, with the model's `defaults` for unset fields. Raises
+        ApiError (400)."""
         values = {
             name: getattr(self, name)
             for name in (
@@ -173,14 +193,16 @@ class Generation(Strict):
             )
         }  # fmt: skip
         values |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
+        if values.get("top_p") == 0:
+            # The limit of ever smaller values.
+            values |= {"top_p": 1.0, "temperature": 0.0}
         values["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        values |= self.constraint() | changes
         try:
-            params = SamplingParams(**values)
-            params.check_vocabulary(vocab_size)
+            candidates = [SamplingParams(**(values | grammar | changes)) for grammar in grammars]
+            candidates[0].check_vocabulary(vocab_size)
         except UserError as error:
             raise refusal(error) from error
-        return params
+        return candidates
 
 
 class CompletionRequest(Generation):
@@ -214,66 +236,6 @@ class CompletionRequest(Generation):
         return prompts
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class FunctionCall(Strict):
-    name: str
-    arguments: str
-
-
-class ToolCall(Strict):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    index: int | None = None
-    function: FunctionCall
-
-
-class ChatMessage(Strict):
-    """Message of a chat. An answer of this server may be sent back unchanged."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
-
-    @property
-    def text(self) -> str:
-        """The content as one text; parts are joined by newlines, as in vLLM."""
-        if isinstance(self.content, list):
-            return "\n".join(part.text for part in self.content)
-        return self.content or ""
-
-
-class FunctionSpec(Strict):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Strict):
-    type: Literal["function"]
-    function: FunctionSpec
-
-
-class NamedFunction(Strict):
-    name: str
-
-
-class NamedTool(Strict):
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class ChatRequest(Generation):
     """Request of /v1/chat/completions. `logprobs` is a switch, `top_logprobs` the number of alternatives."""
 
@@ -287,43 +249,66 @@ class ChatRequest(Generation):
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
     tools: Annotated[list[Tool], Field(max_length=512, fail_fast=True)] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice = "auto"
     parallel_tool_calls: bool = True
-    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
+    def tool_mode(self) -> str:
+        """Whether the answer calls tools: "none", "auto", or "required" for at least one."""
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            return self.tool_choice.allowed_tools.mode
+        return "required" if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the prompt describes. Raises ApiError (400) if `tools` lacks one of allowed_tools."""
+        if self.tool_mode == "none":
+            return []
+        if not isinstance(self.tool_choice, AllowedToolChoice):
+            return self.tools
+        allowed = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        if missing := sorted(allowed - {tool.function.name for tool in self.tools}):
+            raise ApiError(400, f"allowed_tools names {missing[0][:100]!r}, which tools lacks", "tool_choice")
+        return [tool for tool in self.tools if tool.function.name in allowed]
+
+    @property
     def forced_tools(self) -> list[Tool] | None:
         """The tools of which the answer must call one, or None if no call is required. Raises ApiError (400) if
         `tools` has no such tool."""
-        if self.tool_choice in ("none", "auto"):
+        if self.tool_mode != "required":
             return None
         name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        tools = [tool for tool in self.tools if name in (None, tool.function.name)]
+        tools = [tool for tool in self.offered_tools if name in (None, tool.function.name)]
         if not tools:
             missing = "at least one" if name is None else f"one named {name[:100]!r}"
             raise ApiError(400, f"tool_choice needs {missing} in tools", "tool_choice")
         return tools
 
-    def constraints(self) -> list[tuple[str, str, Any]]:
+    def forced_schemas(self) -> ToolSchemas | None:
+        """Return the schemas of the calls that the answer must make, or None if no call is required. Raises ApiError
+        (400)."""
         if (tools := self.forced_tools) is None:
-            return super().constraints()
-        functions = {tool.function.name: tool.function.parameters for tool in tools}
-        if isinstance(self.tool_choice, NamedTool):
-            schema = tool_calls.arguments_schema(*functions.popitem())
-        else:
-            schema = tool_calls.calls_schema(functions, self.parallel_tool_calls)
-        return [*super().constraints(), ("tool_choice", "json_schema", schema)]
+            return None
+        parameters = {tool.function.name: tool.function.parameters for tool in tools}
+        return ToolSchemas(parameters, strict=any(tool.function.strict for tool in tools))
+
+    def grammars(self) -> list[dict[str, Any]]:
+        """A forced call takes precedence over response_format."""
+        if (schemas := self.forced_schemas()) is None:
+            return super().grammars()
+        named = isinstance(self.tool_choice, NamedTool)
+        return [
+            {"json_schema": next(iter(tools.values())) if named else calls_schema(tools, self.parallel_tool_calls)}
+            for tools in schemas.candidates()
+        ]
 
     def limit(self) -> int | None:
-        """Return max_completion_tokens or its older name max_tokens. Raises ApiError (400) if the two differ or are
-        0."""
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            raise ApiError(400, "max_tokens and max_completion_tokens differ", "max_completion_tokens")
-        limit = next(iter(limits), None)
+        """Return max_completion_tokens or its older name max_tokens. Raises ApiError (400) if it is 0."""
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if limit == 0:
             raise ApiError(400, "max_completion_tokens must be at least 1", "max_completion_tokens")
         return limit

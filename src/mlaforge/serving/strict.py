@@ -1,26 +1,80 @@
-"""Strict pydantic models for JSON objects, and validation errors with the path in the client's request."""
+"""pydantic models for JSON objects without coercion, and validation errors with the path in the client's request."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
+from mlaforge.runtime import log
 from mlaforge.serving.wire import ApiError
+
+# Whether unknown fields are errors; otherwise they are dropped.
+_STRICT_FIELDS = contextvars.ContextVar("strict_fields", default=False)
+# Unknown fields that a log line has named, at most MAX_LOGGED: clients choose the names.
+_LOGGED: set[str] = set()
+MAX_LOGGED = 100
+
+
+@contextlib.contextmanager
+def strict_fields(enabled: bool) -> Iterator[None]:
+    """Within this context unknown fields of a request are errors, if `enabled`."""
+    token = _STRICT_FIELDS.set(enabled)
+    try:
+        yield
+    finally:
+        _STRICT_FIELDS.reset(token)
+
+
+def are_fields_strict() -> bool:
+    """Return whether unknown fields are errors."""
+    return _STRICT_FIELDS.get()
+
+
+def log_ignored(owner: str, name: str) -> None:
+    """Log once that a field of a request has no effect."""
+    line = f"ignored in requests: {name[:100]!r} in {owner}"
+    if line not in _LOGGED and len(_LOGGED) < MAX_LOGGED:
+        _LOGGED.add(line)
+        log(line)
+
+
+def _whole(value: Any) -> Any:
+    """Convert 3.0 to 3: clients in JavaScript and JSON libraries do not distinguish the two."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# An int that may be written as 3.0.
+Whole = Annotated[int, BeforeValidator(_whole)]
 
 
 class Strict(BaseModel):
-    """Base model without coercion, infinite numbers and unknown fields."""
+    """Base model without coercion and infinite numbers. Fields that are null count as missing. Unknown fields are
+    dropped, with a log line unless they are among `harmless`; under `strict_fields` they are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
+    # Fields that clients are known to send and that change nothing about the answer.
+    harmless: ClassVar[frozenset[str]] = frozenset()
+
     @model_validator(mode="before")
     @classmethod
-    def _not_crowded(cls, value: Any) -> Any:
+    def _known_fields(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
         # pydantic records every error: a million of them would take gigabytes.
-        if isinstance(value, dict) and len(value) > 100:
+        if len(value) > 100:
             raise ValueError("an object with more than 100 fields")
-        return value
+        present = {name: field for name, field in value.items() if field is not None}
+        if are_fields_strict():
+            return present
+        known = {info.alias or name for name, info in cls.model_fields.items()}
+        for name in present.keys() - known - cls.harmless:
+            log_ignored(cls.__name__, name)
+        return {name: field for name, field in present.items() if name in known}
 
 
 def api_error(error: ValidationError, payload: Any) -> ApiError:
@@ -30,7 +84,8 @@ def api_error(error: ValidationError, payload: Any) -> ApiError:
     paths = [_path(detail["loc"], detail["type"] == "missing", payload) for detail in details]
     path, detail = max(zip(paths, details, strict=True), key=lambda pair: len(pair[0]))
     param = ".".join(path) or None
-    return ApiError(400, f"{param}: {detail['msg']}" if param else detail["msg"], param)
+    message = detail["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {message}" if param else message, param)
 
 
 def _path(location: tuple[int | str, ...], missing: bool, value: Any) -> list[str]:

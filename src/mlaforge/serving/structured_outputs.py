@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from mlaforge.serving.json_schemas import closed, lenient, open_schema, without_trivial_names
 from mlaforge.serving.strict import Strict
 from mlaforge.serving.wire import ApiError
 
 MAX_CHOICES = 1024
-# Field of SamplingParams and its value.
-Constraint = tuple[str, Any]
-ANY_OBJECT: Constraint = ("json_schema", {"type": "object"})
+ANY_OBJECT = {"type": "object"}
 # Fields of vLLM that are not supported -> alternative.
 _REFUSED = {
     "grammar": "use regex or json",
@@ -24,28 +26,68 @@ _REFUSED = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """What an answer must match.
+
+    field     field of the request
+    kind      field of SamplingParams: "json_schema" or "regex"
+    value     its value
+    strict    whether a schema that cannot be followed completely is refused
+    fallback  schema in place of one that cannot be followed at all; None: any object or list, as the schema's type
+    """
+
+    field: str
+    kind: str
+    value: Any
+    strict: bool = True
+    fallback: dict[str, Any] | None = None
+
+    def candidates(self) -> list[Any]:
+        """Return the values to try in turn: as requested; without keywords that llguidance lacks; the fallback."""
+        schema = _parsed(self.value) if self.kind == "json_schema" else None
+        if schema is None:
+            return [self.value]
+        schema = without_trivial_names(schema)
+        if self.strict:
+            return [schema]
+        return [schema, lenient(schema), self.fallback or open_schema(schema)]
+
+
+def _parsed(schema: Any) -> Mapping[str, Any] | None:
+    """Return a schema as an object; None for one that SamplingParams will refuse."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            return None
+    return schema if isinstance(schema, Mapping) else None
+
+
 class JsonSchema(Strict):
     name: str = ""
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
+    strict: bool = False
 
 
 class ResponseFormat(Strict):
-    """OpenAI's response_format."""
+    """OpenAI's response_format; `schema` beside the type is llama.cpp's and others'."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
     def constraint(self) -> Constraint | None:
         """Return the constraint, or None for plain text. Raises ApiError (400)."""
         if self.type == "text":
             return None
-        if self.type == "json_object":
-            return ANY_OBJECT
-        if self.json_schema is None:
+        if self.json_schema is not None and self.type == "json_schema":
+            schema, strict = self.json_schema.schema_, self.json_schema.strict
+            return Constraint("response_format", "json_schema", closed(schema) if strict else schema, strict)
+        if self.type == "json_schema" and self.schema_ is None:
             raise ApiError(400, "response_format json_schema needs its json_schema", "response_format")
-        return "json_schema", self.json_schema.schema_
+        return Constraint("response_format", "json_schema", self.schema_ or ANY_OBJECT, strict=False)
 
 
 class StructuredOutputs(Strict):
@@ -68,7 +110,7 @@ class StructuredOutputs(Strict):
 
     def constraint(self) -> Constraint:
         """Return the constraint. Raises ApiError (400)."""
-        constraints: list[Constraint] = []
+        constraints: list[tuple[str, Any]] = []
         if self.json_ is not None:
             constraints.append(("json_schema", self.json_))
         if self.regex is not None:
@@ -76,8 +118,8 @@ class StructuredOutputs(Strict):
         if self.choice is not None:
             constraints.append(("regex", "|".join(map(re.escape, self.choice))))
         if self.json_object:
-            constraints.append(ANY_OBJECT)
+            constraints.append(("json_schema", ANY_OBJECT))
         if len(constraints) != 1:
             message = f"structured_outputs needs one of json, regex, choice and json_object, not {len(constraints)}"
             raise ApiError(400, message, "structured_outputs")
-        return constraints[0]
+        return Constraint("structured_outputs", *constraints[0])

@@ -6,12 +6,14 @@ if one tool is named, independent of the format of calls in its chat template.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from mlaforge.serving.json_schemas import closed, lenient, without_trivial_names
 from mlaforge.serving.wire import ApiError
 
 # From the end of one call's arguments, or the beginning, to the beginning of the next call's. Properties are written in
@@ -21,21 +23,43 @@ _HEAD = re.compile(r'[\s\[\]},]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"par
 _DEFINITIONS = ("$defs", "definitions")
 
 
-def arguments_schema(name: str, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the schema of a tool's arguments. Raises ApiError (400) if it is not of type object."""
+@dataclasses.dataclass(frozen=True)
+class ToolSchemas:
+    """Schemas of the arguments of tools, by the tools' names, one of which must be called.
+
+    strict  whether a schema that cannot be followed completely is refused
+    """
+
+    parameters: Mapping[str, Mapping[str, Any] | None]
+    strict: bool
+
+    def candidates(self) -> list[dict[str, dict[str, Any]]]:
+        """Return the schemas to try in turn: as requested, but closed; without keywords that llguidance lacks; any
+        object. Raises ApiError (400) for parameters that are not of type object."""
+        schemas = {name: _arguments_schema(name, schema) for name, schema in self.parameters.items()}
+        if self.strict:
+            return [schemas]
+        return [
+            schemas,
+            {name: lenient(schema) for name, schema in schemas.items()},
+            {name: {"type": "object"} for name in schemas},
+        ]
+
+
+def _arguments_schema(name: str, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     schema = {"type": "object", **(parameters or {"properties": {}})}
     if schema["type"] != "object":
         raise ApiError(400, f"tools: the parameters of {name} must be of type object", "tools")
-    return schema
+    return dict(closed(without_trivial_names(schema)))
 
 
-def calls_schema(tools: Mapping[str, Mapping[str, Any] | None], parallel: bool) -> dict[str, Any]:
+def calls_schema(tools: Mapping[str, dict[str, Any]], parallel: bool) -> dict[str, Any]:
     """Return the schema of a list of calls: exactly one, or with `parallel` at least one. Raises ApiError (400)."""
     calls: list[dict[str, Any]] = []
-    shared: dict[str, dict[str, Any]] = {key: {} for key in _DEFINITIONS}
+    shared: dict[str, dict[str, Any]] = {key: {} for key in (*_DEFINITIONS, "x-guidance")}
     for name, parameters in tools.items():
-        schema = arguments_schema(name, parameters)
-        for key in _DEFINITIONS:
+        schema = dict(parameters)
+        for key in shared:
             definitions = schema.pop(key, {})
             if not isinstance(definitions, Mapping):
                 raise ApiError(400, f"tools: {key} of {name} must be an object", "tools")

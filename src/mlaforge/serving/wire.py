@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 # Far deeper than requests and JSON schemas in practice, far below Python's recursion limit.
@@ -101,9 +101,14 @@ def depth(value: Any) -> int:
     return deepest
 
 
-def check_media_type(content_type: bytes) -> None:
-    """Raises ApiError (415) unless the content type is JSON in UTF-8, the encoding required by RFC 8259."""
-    media, *parameters = content_type.decode("latin-1").lower().split(";")
+def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises ApiError (415) unless these headers of a request say that its body is uncompressed JSON in UTF-8, the
+    encoding required by RFC 8259."""
+    fields = {name: value.decode("latin-1").lower().strip() for name, value in headers}
+    if (encoding := fields.get(b"content-encoding", "identity")) != "identity":
+        reason = f"Content-Encoding {encoding[:40]!r} is not supported; send the body uncompressed"
+        raise ApiError(415, reason, code="unsupported_encoding")
+    media, *parameters = fields.get(b"content-type", "").split(";")
     # This also excludes web pages: a browser needs a CORS preflight to send this type to another origin.
     if media.strip() != "application/json":
         raise ApiError(415, "Content-Type must be application/json")

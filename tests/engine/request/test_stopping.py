@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from mlaforge.checkpoint.source_model import load_tokenizer
 from mlaforge.engine.request.detokenizer import WINDOW, Detokenizer
-from mlaforge.engine.request.stopping import Stopping, find_stop, partial_stop_length
+from mlaforge.engine.request.stop_strings import find_stop, partial_stop_length
+from mlaforge.engine.request.stopping import Stopping
 from mlaforge.engine.sampling.params import SamplingParams
 
 PAD, BOS, EOS = 256, 257, 258

@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlaforge.engine.request.conversation import MessageError, described, plain, with_system_alone
+from mlaforge.engine.request.conversation import (
+    MessageError,
+    described,
+    plain,
+    with_arguments_as_objects,
+    with_system_alone,
+)
 from mlaforge.runtime import log
 
 # Reactions to a template that ignores tools.
@@ -49,6 +55,9 @@ def text(
     rendered, missing = _rendered(tokenizer, turns, tools, template_variables)
     if any(message["role"] == "developer" for message in turns) and (rendered is None or missing):
         turns = with_system_alone(turns)
+        rendered, missing = _rendered(tokenizer, turns, tools, template_variables)
+    if rendered is None and (objects := with_arguments_as_objects(turns)) != turns:
+        turns = objects
         rendered, missing = _rendered(tokenizer, turns, tools, template_variables)
     if rendered is None:
         # Render once more, for the template's own error message.

@@ -6,6 +6,7 @@ as text and arguments as objects; harmony takes both as text.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,8 +26,9 @@ class MessageError(UserError):
 
 
 def plain(messages: Any, arguments_as_text: bool) -> list[dict[str, Any]]:
-    """Return the messages with content as one text and the arguments of calls as objects or as JSON text. Fields that
-    are None are left out, all others stay as they are. Raises MessageError."""
+    """Return the messages with content as one text and the arguments of calls as objects or as JSON text. Arguments
+    that are not JSON, because the token limit cut them off, stay text. `reasoning`, vLLM's name, becomes
+    reasoning_content. Fields that are None are left out, all others stay as they are. Raises MessageError."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise MessageError('messages must be a list of {"role", "content"} turns, not empty', "messages")
     return [_plain(message, f"messages.{i}", arguments_as_text) for i, message in enumerate(messages)]
@@ -39,6 +41,8 @@ def _plain(message: Any, where: str, arguments_as_text: bool) -> dict[str, Any]:
         raise MessageError(f"{where}: role {role!r} must be system, user, assistant or tool", f"{where}.role")
     fields = {name: value for name, value in message.items() if value is not None}
     fields["content"] = _text(message.get("content"), f"{where}.content")
+    if (reasoning := fields.pop("reasoning", None)) is not None:
+        fields.setdefault("reasoning_content", reasoning)
     if not fields.get("tool_calls", True):
         del fields["tool_calls"]
     if (calls := fields.get("tool_calls")) is not None:
@@ -74,11 +78,8 @@ def _call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
     if as_text and isinstance(arguments, Mapping):
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif not as_text and isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            why = f"{where}: a call's arguments are not JSON: {str(error)[:200]}"
-            raise MessageError(why, f"{where}.tool_calls") from error
     plain = {name: value for name, value in call.items() if name != "index" and value is not None}
     return {"type": "function", **plain, "function": {"name": function["name"], "arguments": arguments}}
 
@@ -91,6 +92,22 @@ def described(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
     except (TypeError, LookupError, AttributeError) as error:
         right = '{"type": "function", "function": {"name", "description", "parameters"}}'
         raise MessageError(f"tools must be a list of {right}", "tools") from error
+
+
+def with_arguments_as_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages for a template that reads the fields of arguments: those that were cut off become an object
+    with their text."""
+    turns = [dict(message) for message in messages]
+    for turn in turns:
+        turn["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": {"arguments": text}}}
+            if isinstance(text := call["function"]["arguments"], str)
+            else call
+            for call in turn.get("tool_calls", ())
+        ]
+        if not turn["tool_calls"]:
+            del turn["tool_calls"]
+    return turns
 
 
 def with_system_alone(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

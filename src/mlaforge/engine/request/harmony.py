@@ -6,13 +6,16 @@ Uses oss-harmony, whose vocabulary is inside the package, so that it works offli
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlaforge.engine.request.conversation import MessageError, described, plain
+from mlaforge.engine.request.harmony_grammar import answer_grammar, strict_tools
 from mlaforge.engine.request.harmony_parser import FUNCTIONS, HarmonyParser
+from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError, install, log
 
 SPECIAL = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
@@ -115,9 +118,22 @@ class Harmony:
         except oh.HarmonyError as error:
             raise MessageError(f"harmony cannot render this: {str(error)[:300]}", "messages") from error
 
-    def parser(self, tools: Sequence[Mapping[str, Any]] = ()) -> HarmonyParser:
-        """Return a parser for one answer to a request with these tools, the only ones that it can call."""
-        return HarmonyParser(self.encoding, [name for name, _, _ in described(tools)])
+    def parser(self, tools: Sequence[Mapping[str, Any]] = (), params: SamplingParams | None = None) -> HarmonyParser:
+        """Return a parser for one answer to a request with these tools, the only ones that it can call, and these
+        parameters, as `adapted` returns them."""
+        stops = () if params is None or params.include_stop_str_in_output else params.stop
+        return HarmonyParser(self.encoding, [name for name, _, _ in described(tools)], stops)
+
+    def adapted(self, params: SamplingParams, tools: Sequence[Mapping[str, Any]] = ()) -> SamplingParams:
+        """Return parameters for an answer in harmony: it ends at harmony's stop tokens; `stop`, json_schema and regex
+        apply to the final message only, and with a schema or regex the answer may call one of `tools` instead."""
+        changes: dict[str, Any] = {"stop_channel": "final"}
+        if not params.ignore_eos:
+            changes["stop_token_ids"] = (*params.stop_token_ids, *self.stop_token_ids)
+        if params.json_schema is not None or params.regex is not None:
+            grammar = answer_grammar(params, strict_tools(tools))
+            changes |= {"json_schema": None, "regex": None, "grammar": grammar}
+        return dataclasses.replace(params, **changes)
 
 
 def _checked(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -14,8 +14,10 @@ import codecs
 import enum
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from mlaforge.engine.request.stop_strings import find_stop, partial_stop_length
 
 # Namespace of the tools of a request, among recipients.
 FUNCTIONS = "functions."
@@ -50,11 +52,13 @@ class HarmonyParser:
     analysis is reasoning; final, and commentary without a recipient, are content, a paragraph each; a message to
     functions.x is a call of the tool x, where `tools` has that name. Any other message, and text outside of messages,
     is content as it stands (special tokens included) up to the next `<|start|>`, where parsing resumes. A header
-    without a body is dropped: it is incomplete or malformed. Both set `failed`. `calls` counts the calls. Half a
-    character at the end of a truncated answer is dropped.
+    without a body is dropped: it is incomplete or malformed. Both set `failed`. `calls` counts the calls,
+    `reasoning_tokens` the tokens of analysis. Half a character at the end of a truncated answer is dropped.
+
+    `stops`: strings that end the final message (the engine stops there); the answer ends before them.
     """
 
-    def __init__(self, encoding: Any, tools: Iterable[str] = ()) -> None:
+    def __init__(self, encoding: Any, tools: Iterable[str] = (), stops: Sequence[str] = ()) -> None:
         import openai_harmony as oh
 
         def special(text: str) -> int:
@@ -76,18 +80,27 @@ class HarmonyParser:
         self._filled: set[str] = set()
         self.failed = False
         self.calls = 0
+        self.reasoning_tokens = 0
+        # Text of the final message that may be the beginning of a stop string.
+        self._stops, self._buffered = tuple(stops), ""
+        # Whether the current message is final, and whether a stop string ends with the current token.
+        self._final = self._stopping = False
 
-    def feed(self, token_ids: list[int], finished: bool) -> dict[str, Any]:
-        """Return what these tokens add. `finished`: they are the last."""
+    def feed(self, token_ids: list[int], finished: bool, stopped: bool = False) -> dict[str, Any]:
+        """Return what these tokens add. `finished`: they are the last; `stopped`: because of a stop string."""
         added: dict[str, Any] = {}
-        for token_id in token_ids:
+        for index, token_id in enumerate(token_ids):
+            self._stopping = stopped and index == len(token_ids) - 1
             self._process(token_id, added)
-        if finished and self._header:
-            self.failed, self._header = True, []
+        if finished:
+            self._flush(added)
+            if self._header:
+                self.failed, self._header = True, []
         return added
 
     def _process(self, token_id: int, added: dict[str, Any]) -> None:
         if token_id == self._start:
+            self._flush(added)
             # A message that was not ended, or a header without a body.
             self.failed = self.failed or self._state is _State.BODY or bool(self._header)
             self._state, self._header = _State.HEADER, [token_id]
@@ -95,8 +108,10 @@ class HarmonyParser:
             self._read_header(token_id, added)
         elif self._state is _State.BODY and token_id in self._ends:
             self._hand_out(self._decoder.decode(b"", final=True), added)
+            self._flush(added)
             self._state = _State.BETWEEN
         elif self._state is _State.UNREAD or (self._state is _State.BODY and not self._is_special(token_id)):
+            self.reasoning_tokens += self._field == "reasoning_content"
             self._hand_out(self._text(token_id), added)
         else:
             self._leave_unread([token_id], added)
@@ -130,6 +145,7 @@ class HarmonyParser:
         channel, recipient = header["channel"], header["before"] or header["after"]
         if recipient is None:
             self._begin("reasoning_content" if channel == "analysis" else "content")
+            self._final = channel == "final"
             return True
         name = recipient.removeprefix(FUNCTIONS)
         if channel not in _CALLING or not recipient.startswith(FUNCTIONS) or name not in self._tools:
@@ -143,16 +159,35 @@ class HarmonyParser:
 
     def _leave_unread(self, token_ids: list[int], added: dict[str, Any]) -> None:
         """Treat these tokens, and all up to the next `<|start|>`, as content."""
+        self._flush(added)
         self._state, self._header, self.failed = _State.UNREAD, [], True
         self._begin("content")
         for token_id in token_ids:
             self._hand_out(self._text(token_id), added)
 
     def _begin(self, field: str) -> None:
-        self._field, self._begun = field, False
+        self._field, self._begun, self._final = field, False, False
         self._decoder.reset()
 
+    def _before_stops(self, text: str) -> str:
+        """Return the text of the final message that can be shown: without the stop string that ended it, and while it
+        goes on without what may become one. Mirrors `Stopping`."""
+        scanned, text = len(self._buffered), self._buffered + text
+        self._buffered = ""
+        if self._stopping and (match := find_stop(text, self._stops, scanned)):
+            return text[: match[0]]
+        shown = len(text) - partial_stop_length(text, self._stops)
+        self._buffered = text[shown:]
+        return text[:shown]
+
+    def _flush(self, added: dict[str, Any]) -> None:
+        text, self._buffered = self._buffered, ""
+        self._write(text, added)
+
     def _hand_out(self, text: str, added: dict[str, Any]) -> None:
+        self._write(self._before_stops(text) if self._final and self._stops else text, added)
+
+    def _write(self, text: str, added: dict[str, Any]) -> None:
         if not text:
             return
         if self._field == "tool_calls":

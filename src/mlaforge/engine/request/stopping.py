@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from mlaforge.engine.request.channel_text import ChannelText
 from mlaforge.engine.request.detokenizer import Detokenizer
+from mlaforge.engine.request.stop_strings import find_stop, partial_stop_length
 from mlaforge.engine.sampling.params import SamplingParams
 
 
@@ -20,28 +22,6 @@ class Progress(NamedTuple):
     num_tokens: int
     finish_reason: str | None
     stop_reason: str | int | None
-
-
-def find_stop(text: str, stops: Sequence[str], after: int) -> tuple[int, int, str] | None:
-    """Return (start, end, stop string) of the first complete stop string among those that end after `after`.
-
-    Of several that end at one place, return the longest: a scan letter by letter would stop there.
-    """
-    matches: list[tuple[int, int, str]] = []
-    for stop in stops:
-        start = text.find(stop, max(0, after - len(stop) + 1))
-        if start >= 0:
-            matches.append((start, start + len(stop), stop))
-    return min(matches, key=lambda match: (match[1], match[0])) if matches else None
-
-
-def partial_stop_length(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is a beginning of a stop string, but not a complete one."""
-    for length in range(min(len(text), max(map(len, stops), default=1) - 1), 0, -1):
-        end = text[-length:]
-        if any(len(stop) > length and stop.startswith(end) for stop in stops):
-            return length
-    return 0
 
 
 class Stopping:
@@ -70,8 +50,8 @@ class Stopping:
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, prompt_ids)
         # A complete grammar allows nothing but the end of text, so that ignore_eos cannot apply.
-        constrained = params.json_schema is not None or params.regex is not None
-        self._eos = frozenset(() if params.ignore_eos and not constrained else eos_token_ids)
+        self._eos = frozenset(() if params.ignore_eos and not params.constrained else eos_token_ids)
+        self._channel = ChannelText(tokenizer, params.stop_channel) if params.stop and params.stop_channel else None
         self._stop_ids = frozenset(params.stop_token_ids)
         self._max_new_tokens = max_model_len - len(prompt_ids)
         if params.max_tokens is not None:
@@ -111,7 +91,7 @@ class Stopping:
             text += self._detokenizer.flush()
         scanned = len(self._buffered)
         text = self._buffered + text
-        stops = self._params.stop
+        stops = self._params.stop if self._channel is None or self._channel.append(token) else ()
         if self.generated > self._params.min_tokens and (match := find_stop(text, stops, scanned)):
             start, end, stop = match
             return text[: end if self._params.include_stop_str_in_output else start], "stop", stop

@@ -133,6 +133,8 @@ def _source(params: SamplingParams) -> tuple[str, str] | None:
     """(field of SamplingParams, text) of the parameters' grammar."""
     if params.regex is not None:
         return "regex", params.regex
+    if params.grammar is not None:
+        return "grammar", params.grammar
     return None if params.json_schema is None else ("json_schema", params.schema_text)
 
 

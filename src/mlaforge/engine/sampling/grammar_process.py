@@ -97,11 +97,13 @@ class _Failed(Exception):
 
 
 def _compile(tokenizer: Any, name: str, text: str) -> Any:
-    """Return llguidance's matcher of a regex or a JSON schema."""
+    """Return llguidance's matcher of a regex, a Lark grammar or a JSON schema."""
     from llguidance import LLMatcher, LLParserLimits
 
     if name == "regex":
         grammar = LLMatcher.grammar_from_regex(text)
+    elif name == "grammar":
+        grammar = LLMatcher.grammar_from_lark(text)
     else:
         try:
             grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})

@@ -54,7 +54,8 @@ class SamplingParams:
     `logprobs` and `prompt_logprobs`: number of likeliest alternatives to report for each token (0: only the token
     itself); None reports nothing. `max_tokens` None generates up to the end of the model's context; 0 only reads the
     prompt and needs `prompt_logprobs`. `top_k` 0 or -1 keeps all tokens. `seed` None or -1 is fresh entropy.
-    `json_schema` is a schema or its JSON text; docs/serving.md has its limits. Lists become tuples, one `stop` string a
+    `json_schema` is a schema or its JSON text; docs/serving.md has its limits. At most one of json_schema, regex and
+    grammar is set. Lists become tuples, one `stop` string a
     tuple of one.
 
     Raises UserError for the first field whose value is wrong.
@@ -81,6 +82,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
+    # A grammar in llguidance's dialect of Lark.
+    grammar: str | None = None
+    # Harmony channel to whose text `stop` is restricted; None: all of the text.
+    stop_channel: str | None = None
     # False: this request's tokens are not drafted, whatever the engine's drafter.
     speculate: bool = True
     # Whether this request's generated tokens read all tokens of a sparse model.
@@ -154,10 +159,15 @@ class SamplingParams:
             if (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
                 raise _wrong("regex", self.regex, "a regular expression; a backslash at its end escapes nothing")
             check_size("regex", self.regex)
+        if self.grammar is not None and (not isinstance(self.grammar, str) or not self.grammar):
+            raise _wrong("grammar", self.grammar, "a Lark grammar that is not empty")
+        if self.grammar is not None:
+            check_size("grammar", self.grammar)
+        constraints = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(constraints) > 1:
+            raise UserError(f"{constraints[1]} stands beside {constraints[0]}; give one of them")
         if self.json_schema is None:
             return
-        if self.regex is not None:
-            raise UserError(f"regex = {reprlib.repr(self.regex)} stands beside json_schema; give one of them")
         if not isinstance(self.json_schema, str | Mapping):
             raise _wrong("json_schema", self.json_schema, "a JSON schema: a mapping or its JSON text")
         if isinstance(self.json_schema, str):
@@ -176,6 +186,11 @@ class SamplingParams:
         schema = self.json_schema
         parsed = json.loads(schema) if isinstance(schema, str) else dict(schema or {})
         return json.dumps(parsed, allow_nan=False)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar constrains the text."""
+        return self.json_schema is not None or self.regex is not None or self.grammar is not None
 
     @property
     def greedy(self) -> bool:

@@ -1,5 +1,7 @@
-"""Engine outputs as OpenAI's JSON. A full response is converted from one chunk with the whole output, so that streamed
-and full responses agree.
+"""Engine outputs as responses. `Reply` is the interface of an endpoint's response; `ChunkReply` is OpenAI's of
+/v1/completions and /v1/chat/completions.
+
+A full response is converted from one chunk with the whole output, so that streamed and full responses agree.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from typing import Any, Protocol
 from mlaforge.engine.request.output import Completion, RequestOutput
 from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.serving.chat import AnswerParser
+from mlaforge.serving import wire
+from mlaforge.serving.answer_parsers import AnswerParser
+from mlaforge.serving.protocol import StreamOptions
 from mlaforge.serving.token_text import Offsets, TokenText
+from mlaforge.serving.wire import ApiError
 
 # JSON has no -inf; vLLM writes this value for a token of probability zero.
 MIN_LOGPROB = -9999.0
@@ -37,13 +42,25 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached: dict[str, int] = dataclasses.field(default_factory=dict)
+    # Tokens of the reasoning of each choice; empty where the answer has no such part.
+    reasoning: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.cached.values())
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(self.reasoning.values())
 
     def as_dict(self) -> dict[str, Any]:
+        details = {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}} if self.reasoning else {}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **details,
         }
 
 
@@ -55,6 +72,10 @@ class Choice(Protocol):
 
     def finish_reason(self, new: Completion) -> str | None:
         """Return the finish reason as this endpoint names it."""
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Number of tokens of the reasoning so far; None where the answer has no such part."""
 
 
 def _finite(logprob: float) -> float:
@@ -103,6 +124,8 @@ class TextChoice:
         if new.stop_reason is not None:
             choice["stop_reason"] = new.stop_reason
         return choice
+
+    reasoning_tokens = None
 
     def finish_reason(self, new: Completion) -> str | None:
         return "length" if self._form.scoring_only and new.finish_reason else new.finish_reason
@@ -160,6 +183,10 @@ class ChatChoice:
     def finish_reason(self, new: Completion) -> str | None:
         return "tool_calls" if self._parser.calls and new.finish_reason == "stop" else new.finish_reason
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        return self._parser.reasoning_tokens
+
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._form.tokens.raw(token_id)
         return {"token": self._form.token(token_id), "logprob": _finite(logprob), "bytes": list(raw)}
@@ -181,6 +208,10 @@ class Form(abc.ABC):
     with_prompt_logprobs: bool = False
     # Log probabilities name tokens by their ids, in vLLM's notation.
     tokens_as_ids: bool = False
+    # What of the request has no effect; a response header names it.
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    # Parameters for a grammar that cannot be followed, in the order in which they are tried.
+    fallbacks: list[SamplingParams] = dataclasses.field(default_factory=list)
 
     id_prefix = ""
     response_object = ""
@@ -238,14 +269,47 @@ class ChatForm(Form):
         return {"message": message, **choice}
 
 
-class Reply:
-    """Converts the engine's outputs for one request to JSON objects."""
+class Reply(abc.ABC):
+    """Converts the engine's outputs for one request to its response: to one JSON object, or with `stream` to
+    server-sent events."""
 
-    def __init__(self, form: Form) -> None:
-        self.form = form
-        self.id = form.id_prefix + uuid.uuid4().hex
+    def __init__(self, form: Form, stream: bool) -> None:
+        self.form, self.stream = form, stream
+        self.id = self.new_id()
         self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in form.prompts))
         self.request_ids = {f"{self.id}-{i}": i for i in range(len(form.prompts))}
+
+    def new_id(self) -> str:
+        """Return the id of the response."""
+        return self.form.id_prefix + uuid.uuid4().hex
+
+    def start(self) -> bytes:
+        """Return the events before the first output."""
+        return b""
+
+    @abc.abstractmethod
+    def events(self, output: RequestOutput, write: Callable[[Any], bytes]) -> bytes:
+        """Return an output as events, or nothing if it changes nothing for the client. `write` serialises JSON."""
+
+    @abc.abstractmethod
+    def end(self) -> bytes:
+        """Return the events after the last output."""
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that fails."""
+        return wire.event(error.body())
+
+    @abc.abstractmethod
+    def full_response(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Return the response of a request that is not streamed."""
+
+
+class ChunkReply(Reply):
+    """Response in OpenAI's chunks: choices with what an output adds to them."""
+
+    def __init__(self, form: Form, stream: bool, options: StreamOptions | None) -> None:
+        super().__init__(form, stream)
+        self._options = options or StreamOptions()
         self._choices: dict[int, Choice] = {}
         self._head = {"id": self.id, "created": int(time.time()), "model": form.model}
 
@@ -263,24 +327,31 @@ class Reply:
             if not getattr(self.form, "scoring_only", False):
                 self.usage.completion_tokens += len(new.token_ids)
             chunk = choice.chunk(new)
+            if (reasoning_tokens := choice.reasoning_tokens) is not None:
+                self.usage.reasoning[index] = reasoning_tokens
             choices.append({"index": index, **chunk, "finish_reason": choice.finish_reason(new)})
         return choices
 
-    def chunks(self, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the streamed chunks of an output, without empty ones."""
+    def events(self, output: RequestOutput, write: Callable[[Any], bytes]) -> bytes:
         fields = ("text", "delta", "prompt_logprobs", "finish_reason")
-        return [
-            {"object": self.form.chunk_object, **self._head, "choices": [choice]}
-            for choice in self._chunk_choices(output)
-            if any(choice.get(name) for name in fields) or _has_tokens(choice["logprobs"])
-        ]
+        usage: dict[str, Any] = {}
+        events = []
+        for choice in self._chunk_choices(output):
+            if self._options.continuous_usage_stats:
+                usage = {"usage": self.usage.as_dict()}
+            if any(choice.get(name) for name in fields) or _has_tokens(choice["logprobs"]):
+                chunk = {"object": self.form.chunk_object, **self._head, "choices": [choice], **usage}
+                events.append(wire.event(chunk, write))
+        return b"".join(events)
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """Return the last chunk of a stream with `include_usage`."""
-        return {"object": self.form.chunk_object, **self._head, "choices": [], "usage": self.usage.as_dict()}
+    def end(self) -> bytes:
+        """With `include_usage` the last chunk has the usage and no choices."""
+        if not self._options.include_usage:
+            return wire.DONE
+        chunk = {"object": self.form.chunk_object, **self._head, "choices": [], "usage": self.usage.as_dict()}
+        return wire.event(chunk) + wire.DONE
 
     def full_response(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Return the response of a request that is not streamed."""
         choices = [
             {"index": choice.pop("index"), **self.form.full_choice(choice)}
             for output in outputs

@@ -1,0 +1,99 @@
+"""Incremental parsers of answers: what the new tokens of a choice add to its chat message."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from mlaforge.engine.request.harmony import Harmony
+from mlaforge.engine.request.output import Completion
+from mlaforge.engine.sampling.params import SamplingParams
+from mlaforge.serving.tool_calls import CallsReader, new_call
+
+
+class AnswerParser(Protocol):
+    """Incremental parser of one choice.
+
+    failed            whether a part of the text is not valid harmony
+    calls             number of tool calls so far, except that of a named tool
+    reasoning_tokens  number of tokens of the reasoning so far; None for a format without reasoning
+    """
+
+    @property
+    def failed(self) -> bool: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def reasoning_tokens(self) -> int | None: ...
+
+    def read(self, new: Completion) -> dict[str, Any]:
+        """Return the message delta of an incremental completion: "content", "reasoning_content" and "tool_calls", as
+        far as something is added to them."""
+
+
+class PlainParser:
+    """All text is content."""
+
+    failed = False
+    calls = 0
+    reasoning_tokens = None
+
+    def read(self, new: Completion) -> dict[str, Any]:
+        return {"content": new.text} if new.text else {}
+
+
+class ChannelParser:
+    """Parses tokens, not text: the structure of harmony is in its special tokens."""
+
+    def __init__(self, harmony: Harmony, tools: list[dict[str, Any]], params: SamplingParams) -> None:
+        self._parser = harmony.parser(tools, params)
+
+    @property
+    def failed(self) -> bool:
+        return self._parser.failed
+
+    @property
+    def calls(self) -> int:
+        return self._parser.calls
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        return self._parser.reasoning_tokens
+
+    def read(self, new: Completion) -> dict[str, Any]:
+        stopped = isinstance(new.stop_reason, str)
+        return self._parser.feed(new.token_ids, new.finish_reason is not None, stopped)
+
+
+class CallsParser:
+    """Parses the list of calls that the schema of `tool_choice: required` prescribes."""
+
+    failed = False
+    reasoning_tokens = None
+
+    def __init__(self) -> None:
+        self._reader = CallsReader()
+
+    @property
+    def calls(self) -> int:
+        return self._reader.calls
+
+    def read(self, new: Completion) -> dict[str, Any]:
+        deltas = self._reader.read(new.text)
+        return {"tool_calls": deltas} if deltas else {}
+
+
+class NamedCallParser:
+    """All text is the arguments of one tool. Such an answer ends with `stop`, as with OpenAI and vLLM."""
+
+    failed = False
+    calls = 0
+    reasoning_tokens = None
+
+    def __init__(self, name: str) -> None:
+        self._call = new_call(0, name)
+
+    def read(self, new: Completion) -> dict[str, Any]:
+        if not new.text:
+            return {}
+        call, self._call = self._call, {"index": 0, "function": {}}
+        return {"tool_calls": [{**call, "function": {**call["function"], "arguments": new.text}}]}
