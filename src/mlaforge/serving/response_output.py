@@ -19,8 +19,6 @@ class OutputItem(abc.ABC):
 
     id_prefix: ClassVar[str]
     event: ClassVar[str]
-    # Field of the event that has the whole text.
-    whole: ClassVar[str] = "text"
 
     def __init__(self) -> None:
         self.id = f"{self.id_prefix}_{uuid.uuid4().hex}"
@@ -33,6 +31,10 @@ class OutputItem(abc.ABC):
     def part(self) -> dict[str, Any] | None:
         """Return the item's content part, or None for a kind without."""
         return None
+
+    def whole(self) -> dict[str, Any]:
+        """Return the fields of the event that has the whole text."""
+        return {"text": self.text}
 
     def extra(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return further fields of the events that add text; `logprobs` are of this text."""
@@ -81,6 +83,10 @@ class MessageOutput(OutputItem):
     def part(self) -> dict[str, Any]:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
+    def whole(self) -> dict[str, Any]:
+        """Return the fields of the event that has the whole text."""
+        return {"text": self.text}
+
     def extra(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         return {"content_index": 0, "logprobs": [_without_bytes(entry) for entry in logprobs]}
 
@@ -90,7 +96,6 @@ class CallOutput(OutputItem):
 
     id_prefix = "fc"
     event = "response.function_call_arguments"
-    whole = "arguments"
 
     def __init__(self, call_id: str, name: str) -> None:
         super().__init__()
@@ -101,6 +106,9 @@ class CallOutput(OutputItem):
             "id": self.id, "type": "function_call", "status": status, "call_id": self._call_id, "name": self._name,
             "arguments": self.text,
         }  # fmt: skip
+
+    def whole(self) -> dict[str, Any]:
+        return {"name": self._name, "arguments": self.text}
 
 
 def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +208,7 @@ class ResponseOutput:
             return
         self._status = status
         logprobs = item.logprobs if isinstance(item, MessageOutput) else []
-        self._emit(f"{item.event}.done", item_id=item.id, **{item.whole: item.text}, **item.extra(logprobs))
+        self._emit(f"{item.event}.done", item_id=item.id, **item.whole(), **item.extra(logprobs))
         if (part := item.part()) is not None:
             self._emit("response.content_part.done", item_id=item.id, content_index=0, part=part)
         self._emit("response.output_item.done", item=item.as_item(status))
