@@ -10,7 +10,11 @@ from openai.types.responses import ResponseStreamEvent
 
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
+from mlaforge.engine.request.output import Completion
+from mlaforge.engine.sampling.logprobs import Logprobs
+from mlaforge.serving.pieces import Pieces
 from mlaforge.serving.response_output import ResponseOutput
+from mlaforge.serving.token_text import Offsets
 from support.responses import (
     ANALYSIS,
     ARGUMENTS,
@@ -110,7 +114,7 @@ def test_events_are_the_same_however_deltas_come(pieces):
 
     outputs = []
     for drain in (True, False):
-        output, events = ResponseOutput(), []
+        output, events = ResponseOutput({}), []
         for piece in pieces:
             output.add(delta(*piece), [])
             if drain:
@@ -122,6 +126,26 @@ def test_events_are_the_same_however_deltas_come(pieces):
         assert added_up([{"type": "response.created"}, {"type": "response.in_progress"}, *numbered, {}])
         outputs.append(without_ids(output.as_list()))
     assert outputs[0] == outputs[1]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1))
+def test_pieces_have_one_token_however_many_come_at_once(plain, sizes):
+    tokenizer, count = plain.engine.tokenizer, sum(sizes)
+    ids = (tokenizer("the quick brown fox, jumps. ")["input_ids"] * count)[:count]
+
+    def split(sizes):
+        pieces, start = Pieces(Offsets(plain.service.tokens, True)), 0
+        for size in sizes:
+            part, start = ids[start : start + size], start + size
+            end = "stop" if start == count else None
+            yield from pieces.split(Completion(0, part, tokenizer.decode(part), [Logprobs(t, -1.0) for t in part], end))
+
+    pieces = list(split(sizes))
+    assert pieces == list(split([count])) == list(split([1] * count))
+    assert [(piece.token_ids, piece.text) for piece in pieces] == [
+        ([token], tokenizer.decode([token])) for token in ids
+    ]
+    assert [piece.finish_reason for piece in pieces] == [None] * (count - 1) + ["stop"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -192,7 +216,8 @@ def test_accepted_and_repeated(plain):
         "input": "x", "max_output_tokens": 2, "background": False, "user": "u", "safety_identifier": "s",
         "max_tool_calls": 3, "prompt_cache_key": "k", "service_tier": "auto", "metadata": {"k": "v"},
         "temperature": 0.5, "top_p": 0.9, "parallel_tool_calls": False, "text": {"verbosity": "low"},
-        "include": ["file_search_call.results"], "reasoning": {"effort": "minimal", "summary": "auto"}, "truncation": "auto", "top_k": 5, "seed": 1,
+        "include": ["file_search_call.results"], "reasoning": {"effort": "minimal", "summary": "auto"},
+        "truncation": "auto", "top_k": 5, "seed": 1,
         "tools": [WEATHER],
         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]},
     }  # fmt: skip
@@ -220,3 +245,17 @@ def test_tools_of_a_platform_are_dropped_with_a_warning(plain):
         first = served.post("/v1/responses", json={"input": "x", "max_output_tokens": 2, "top_logprobs": 1}).json()
         again = {"input": [{"role": "user", "content": "x"}, *first["output"]], "max_output_tokens": 2}
         assert served.post("/v1/responses", json=again).status_code == 200
+
+
+def test_functions_of_a_namespace(harmony_server):
+    """A call names its namespace; sent back, it is the same call to the model."""
+    tools = [{"type": "namespace", "name": "mcp", "description": "Tools.", "tools": [WEATHER, {"type": "custom"}]}]
+    harmony_server.answers(CALLING.replace("functions.weather", "functions.mcp__weather"))
+    whole = harmony_server.post(input="Weather?", tools=tools)
+    call = whole["output"][-1]
+    assert (call["type"], call["name"], call["namespace"]) == ("function_call", "weather", "mcp")
+    assert whole["tools"] == [{**tools[0], "tools": [WEATHER]}]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "4 °C"}
+    harmony_server.post(input=[result], previous_response_id=whole["id"], tools=tools)
+    assert "type mcp__weather = " in harmony_server.prompts[-1]
+    assert f"to=functions.mcp__weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>" in harmony_server.prompts[-1]

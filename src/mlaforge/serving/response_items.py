@@ -166,6 +166,11 @@ def content_text(content: Content) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
+def qualified(namespace: str | None, name: str) -> str:
+    """Return the name of a function in a chat, which has no namespaces."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return a conversation as chat messages.
 
@@ -205,7 +210,7 @@ def _add(turn: dict[str, Any], item: Item) -> None:
     elif isinstance(item, MessageItem):
         turn["content"] = _joined(turn.get("content", ""), content_text(item.content))
     elif isinstance(item, FunctionCallItem):
-        function = {"name": item.name, "arguments": item.arguments}
+        function = {"name": qualified(item.namespace, item.name), "arguments": item.arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
 
 

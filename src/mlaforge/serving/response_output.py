@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import uuid
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from mlaforge.serving.response_items import encrypted
@@ -97,14 +98,15 @@ class CallOutput(OutputItem):
     id_prefix = "fc"
     event = "response.function_call_arguments"
 
-    def __init__(self, call_id: str, name: str) -> None:
+    def __init__(self, call_id: str, name: str, namespace: str | None) -> None:
         super().__init__()
         self._call_id, self._name = call_id, name
+        self._namespace = {} if namespace is None else {"namespace": namespace}
 
     def as_item(self, status: str) -> dict[str, Any]:
         return {
             "id": self.id, "type": "function_call", "status": status, "call_id": self._call_id, "name": self._name,
-            "arguments": self.text,
+            "arguments": self.text, **self._namespace,
         }  # fmt: skip
 
     def whole(self) -> dict[str, Any]:
@@ -120,10 +122,14 @@ def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponseOutput:
-    """The items of one response. Methods append events, without sequence_number, to `events` until it is replaced."""
+    """The items of one response. Methods append events, without sequence_number, to `events` until it is replaced.
 
-    def __init__(self, encrypt_reasoning: bool = False) -> None:
+    functions  name in the chat -> name and namespace, of functions that have a namespace
+    """
+
+    def __init__(self, functions: Mapping[str, tuple[str, str]], encrypt_reasoning: bool = False) -> None:
         self.events: list[Event] = []
+        self._functions = functions
         self._encrypt_reasoning = encrypt_reasoning
         self._items: list[OutputItem] = []
         # Status of the last item.
@@ -174,7 +180,8 @@ class ResponseOutput:
     def _add_to_call(self, call: dict[str, Any]) -> None:
         function = call["function"]
         if "id" in call:
-            self._open(CallOutput(call["id"], function["name"]))
+            name, namespace = self._functions.get(function["name"], (function["name"], None))
+            self._open(CallOutput(call["id"], name, namespace))
         if arguments := function.get("arguments"):
             self._extend(arguments)
 

@@ -31,7 +31,8 @@ class ResponsesReply(Reply):
         self._created = int(time.time())
         self._choice = form.choice(form.prompts[0])
         self._pieces = Pieces(Offsets(form.tokens, form.params.skip_special_tokens))
-        self._output = ResponseOutput(request.encrypts_reasoning)
+        spaces = {name: (tool.name, space) for name, (tool, space) in request.functions.items() if space is not None}
+        self._output = ResponseOutput(spaces, request.encrypts_reasoning)
         self._finish_reason: str | None = None
         self._sequence_number = 0
 

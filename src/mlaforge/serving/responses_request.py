@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_val
 
 from mlaforge.serving.messages import FunctionSpec, NamedTool
 from mlaforge.serving.protocol import Generation
-from mlaforge.serving.response_items import InputItem, Item, messages
+from mlaforge.serving.response_items import InputItem, Item, messages, qualified
 from mlaforge.serving.strict import Strict, Whole, are_fields_strict, log_ignored
 from mlaforge.serving.wire import ApiError
 
@@ -51,11 +51,28 @@ class OtherTool(BaseModel):
 
 def _tool_kind(tool: Any) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "function" if kind in ("function", None) else "other"
+    return str(kind) if kind in ("function", "namespace") else "other"
+
+
+FunctionItem = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_tool_kind)
+]
+
+
+class NamespaceTool(Strict):
+    """Functions of one source, such as a server of tools. A call of one names its namespace."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Annotated[list[FunctionItem], Field(max_length=512, fail_fast=True)]
 
 
 ToolItem = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_tool_kind)
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[OtherTool, Tag("other")],
+    Discriminator(_tool_kind),
 ]
 
 
@@ -158,7 +175,8 @@ class ResponsesRequest(Generation):
         """Parse the request from a JSON object. Tools that are no functions are dropped with a warning: clients offer
         their platform's tools to every model. With --strict-fields they are refused. Raises ApiError (400)."""
         request = super().read(payload)
-        others = dict.fromkeys(tool.type for tool in request.tools if isinstance(tool, OtherTool))
+        tools = [tool for item in request.tools for tool in (item.tools if isinstance(item, NamespaceTool) else [item])]
+        others = dict.fromkeys(tool.type for tool in tools if isinstance(tool, OtherTool))
         for kind in others:
             if are_fields_strict():
                 message = f"tools of type {kind!r} are not supported; describe a function"
@@ -168,9 +186,15 @@ class ResponsesRequest(Generation):
         return request
 
     @property
-    def functions(self) -> list[FunctionTool]:
-        """The tools that the model can call."""
-        return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
+    def functions(self) -> dict[str, tuple[FunctionTool, str | None]]:
+        """The tools that the model can call, and their namespaces, by the names in the chat request."""
+        tools: dict[str, tuple[FunctionTool, str | None]] = {}
+        for item in self.tools:
+            namespace = item.name if isinstance(item, NamespaceTool) else None
+            for tool in item.tools if isinstance(item, NamespaceTool) else [item]:
+                if isinstance(tool, FunctionTool):
+                    tools[qualified(namespace, tool.name)] = tool, namespace
+        return tools
 
     @property
     def encrypts_reasoning(self) -> bool:
@@ -186,7 +210,10 @@ class ResponsesRequest(Generation):
         return {
             **{name: payload[name] for name in _SAME & self.model_fields_set},
             "messages": messages(self.instructions, items),
-            "tools": [{"type": "function", "function": _function(tool)} for tool in self.functions],
+            "tools": [
+                {"type": "function", "function": {**_fields(tool), "name": name}}
+                for name, (tool, _) in self.functions.items()
+            ],
             "tool_choice": self._chat_tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.text.response_format(),
@@ -219,13 +246,21 @@ class ResponsesRequest(Generation):
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
             "safety_identifier": self.safety_identifier, "service_tier": "default",
             "text": {"format": text_format.model_dump(by_alias=True, exclude_none=True)}, "tool_choice": choice,
-            "tools": [{"type": "function", **_function(tool)} for tool in self.functions],
+            "tools": [_offered(tool) for tool in self.tools if not isinstance(tool, OtherTool)],
             "top_logprobs": self.top_logprobs, "truncation": self.truncation, "user": self.user,
         }  # fmt: skip
 
 
-def _function(tool: FunctionTool) -> dict[str, Any]:
+def _fields(tool: FunctionTool) -> dict[str, Any]:
     return tool.model_dump(exclude_none=True, exclude={"type"})
+
+
+def _offered(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    """Return a tool without those in it that are not offered to the model."""
+    if isinstance(tool, FunctionTool):
+        return {"type": "function", **_fields(tool)}
+    inner = [_offered(function) for function in tool.tools if isinstance(function, FunctionTool)]
+    return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": inner}
 
 
 def _flat(tool: NamedTool) -> dict[str, Any]:
