@@ -157,6 +157,8 @@ class ResponsesRequest(Generation):
     previous_response_id: str | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = Field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    # Codex's; it has no effect.
+    client_metadata: dict[str, Any] | None = None
     # Returned as they are.
     user: Echoed = None
     safety_identifier: Echoed = None
