@@ -15,6 +15,7 @@ from mlaforge.serving.admission import ApiKey, App, Receive, Scope, Send
 from mlaforge.serving.async_engine import AsyncEngine
 from mlaforge.serving.config import ServeConfig
 from mlaforge.serving.generation import Endpoint, GenerationResponse
+from mlaforge.serving.responses import add_responses
 from mlaforge.serving.service import Service
 from mlaforge.serving.wire import ApiError
 
@@ -73,6 +74,8 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat_completions() -> Response:
         return GenerationResponse(service, chat_endpoint)
+
+    add_responses(app, service)
 
     @app.get("/v1/models")
     async def models() -> Response:
