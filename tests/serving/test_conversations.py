@@ -45,7 +45,7 @@ def prompt_of(tokenizer, monkeypatch):
         tokenizer.chat_template = template
         engine = types.SimpleNamespace(tokenizer=tokenizer, model_name="m")
         monkeypatch.setattr("mlaforge.engine.llm.Engine", lambda *_: engine)
-        chat = Chat(tokenizer, None, Prompts(tokenizer, 4096), ignored_tools)
+        chat = Chat(tokenizer, None, Prompts(tokenizer, 4096), require_tool_template=ignored_tools == "error")
         payload = {"messages": messages, **({"tools": list(tools)} if tools else {}), **more}
         try:
             served = tokenizer.decode(chat.prompt(ChatRequest.read(payload)))
@@ -66,6 +66,11 @@ def prompt_of(tokenizer, monkeypatch):
     ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "<user>a\nb"),
     ([USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}], "<user>Hi.<assistant>f(city=Köln)"),
     ([USER, {"role": "assistant", "content": "x", "tool_calls": []}], "<user>Hi.<assistant>x"),
+    # A call whose arguments the token limit cut off.
+    (
+        [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"city": "Kö'}}]}],
+        '<user>Hi.<assistant>f(arguments={"city": "Kö)',
+    ),
     ([{"role": "developer", "content": "Be brief."}, USER], "<developer>Be brief.<user>Hi."),
 ])  # fmt: skip
 def test_server_and_llm_build_the_same_prompt(messages, expected, prompt_of):
@@ -94,7 +99,7 @@ def test_messages_and_tools_that_a_template_ignores_are_refused(messages, option
     assert not prompt_of(WITH_TOOLS, messages, **options).startswith(why)
 
 
-def test_ignored_tools_and_efforts_are_logged_on_request(prompt_of, capsys, monkeypatch):
+def test_ignored_tools_and_efforts_are_logged(prompt_of, capsys, monkeypatch):
     monkeypatch.setattr(chat_template, "_LOGGED", set())
     assert prompt_of(ALL, [USER], TOOLS, "log") == "<user>Hi."
     assert prompt_of(ALL, [USER], reasoning_effort="low") == "<user>Hi."
@@ -112,7 +117,6 @@ def test_ignored_tools_and_efforts_are_logged_on_request(prompt_of, capsys, monk
     ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content.0 is of type 'image_url'; a part must"),
     ({"role": "user", "content": ["x"]}, "messages.0.content.0 is of type 'str'; a part must"),
     ({"role": "assistant", "tool_calls": "f"}, "messages.0: tool_calls must be calls of"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "arguments are not JSON"),
 ])  # fmt: skip
 def test_rejects_invalid_messages(message, why, tokenizer):
     tokenizer.chat_template = ALL
@@ -122,12 +126,14 @@ def test_rejects_invalid_messages(message, why, tokenizer):
 
 
 def test_served(tokenizer):
-    """400 by default, an answer by option or for a forced call, whose grammar has the tool's schema."""
+    """An answer with a warning by default; a 400 by option, except for a forced call, whose grammar has the tool's
+    schema."""
     tokenizer.chat_template = ALL
     body = {"messages": [USER], "tools": TOOLS, "max_tokens": 4}
-    with serving(ScriptedEngine(tokenizer)) as served:
-        assert "--ignored-tools log" in served.refused(served.post("/v1/chat/completions", json=body), 400, "tools")
+    with serving(ScriptedEngine(tokenizer), require_tool_template=True) as served:
+        assert "--require-tool-template" in served.refused(served.post("/v1/chat/completions", json=body), 400, "tools")
         assert served.post("/v1/chat/completions", json={**body, "tool_choice": "required"}).status_code == 200
         assert served.post("/v1/chat/completions", json={**body, "tool_choice": "none"}).status_code == 200
-    with serving(ScriptedEngine(tokenizer), ignored_tools="log") as served:
-        assert served.post("/v1/chat/completions", json=body).status_code == 200
+    with serving(ScriptedEngine(tokenizer)) as served:
+        answer = served.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200 and "ignores tools" in answer.headers["x-mlaforge-warning"]

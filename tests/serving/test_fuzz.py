@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mlaforge.serving import wire
 from mlaforge.serving.protocol import HARMLESS, REFUSED, ChatRequest, CompletionRequest
+from mlaforge.serving.strict import strict_fields
 from mlaforge.serving.wire import ApiError, depth, event, parse_object
 from support.scripted_engine import ScriptedEngine, load_tokenizer
 from support.serving import serving
@@ -19,7 +20,8 @@ VALID = {
     PATHS[0]: {"prompt": "x", "max_tokens": 2},
     PATHS[1]: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
 }
-FIELDS = {PATHS[0]: sorted(CompletionRequest.model_fields), PATHS[1]: sorted(ChatRequest.model_fields)}
+REQUESTS = {PATHS[0]: CompletionRequest, PATHS[1]: ChatRequest}
+FIELDS = {path: sorted(request.model_fields) for path, request in REQUESTS.items()}
 NUMBERS = st.one_of(
     st.integers(), st.floats(), st.sampled_from([10**400, -(10**30), 2**31, 2**63, 2**64, 1e308, -1e308, -1, 0, 1.5])
 )
@@ -91,7 +93,11 @@ def test_unknown_fields_are_named(served, path, name):
     if name in FIELDS[path] or name in HARMLESS or name in REFUSED or name in ("echo", "prompt", "messages", "tools"):
         return
     answer = send(served, path, VALID[path] | {name: 1})
-    assert name[:100] in served.refused(answer, 400, name[:100])
+    assert answer.status_code == 200
+    assert f"unknown field {name[:100]!r}".encode("ascii", "replace").decode() in answer.headers["x-mlaforge-warning"]
+    with pytest.raises(ApiError, match="unknown field") as refused, strict_fields(True):
+        REQUESTS[path].read(VALID[path] | {name: 1})
+    assert refused.value.param == name[:100] and refused.value.code == "unknown_parameter"
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -106,9 +112,9 @@ def test_rejects_bodies_that_are_not_json_objects(served, path, body):
 
 
 @pytest.mark.parametrize(("change", "param"), [
-    ({"n": True}, "n"), ({"n": 0}, "n"), ({"n": 5}, "n"), ({"n": 10**30}, "n"), ({"n": 1.0}, "n"), ({"n": "1"}, "n"),
+    ({"n": True}, "n"), ({"n": 0}, "n"), ({"n": 5}, "n"), ({"n": 10**30}, "n"), ({"n": 1.5}, "n"), ({"n": "1"}, "n"),
     ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": True}, "max_tokens"), ({"temperature": "1"}, "temperature"),
-    ({"temperature": -0.1}, "temperature"), ({"temperature": True}, "temperature"), ({"top_p": 0}, "top_p"),
+    ({"temperature": -0.1}, "temperature"), ({"temperature": True}, "temperature"), ({"top_p": -0.1}, "top_p"),
     ({"seed": 2**63}, "seed"), ({"stop": ""}, "stop"), ({"stop": ["a", 1]}, "stop.1"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias.1"),
@@ -123,7 +129,7 @@ def test_rejects_bodies_that_are_not_json_objects(served, path, body):
     ({"stop_token_ids": [1, 10**30]}, "stop_token_ids"),
     ({"temperature": 2.0001}, "temperature"), ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"), ({"regex": "a\\"}, "regex"),
-    ({"max_tokens": 10**6}, "max_tokens"), ({"temprature": 1}, "temprature"), ({"stream": "yes"}, "stream"),
+    ({"max_tokens": 10**6}, "max_tokens"), ({"stream": "yes"}, "stream"),
 ])  # fmt: skip
 @pytest.mark.parametrize("path", PATHS)
 def test_errors_name_the_field(served, path, change, param):
@@ -164,8 +170,7 @@ def test_context_overflow_has_openais_message(served, path, length, options, par
 @pytest.mark.parametrize(("messages", "param"), [
     ([], "messages"), (None, "messages"), ("hi", "messages"), ([{"content": "x"}], "messages.0.role"),
     ([{"role": "wizard", "content": "x"}], "messages.0.role"), ([{"role": "user", "content": 5}], "messages.0.content"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages.0.content.0.type"),
-    ([{"role": "user", "content": "x", "mood": "good"}], "messages.0.mood"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages.0.content.0"),
 ])  # fmt: skip
 def test_rejects_invalid_conversations(served, messages, param):
     served.refused(served.post(PATHS[1], json={"messages": messages}), 400, param)

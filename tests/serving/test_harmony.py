@@ -217,7 +217,6 @@ def test_text_never_becomes_a_special_token(chat_format, encoding, role):
 @pytest.mark.parametrize(("options", "param"), [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
-    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
 ])  # fmt: skip
 def test_rejects_requests_that_harmony_does_not_support(chat_format, options, param):
     with pytest.raises(ApiError) as error:
@@ -301,13 +300,6 @@ def test_served(tokenizer, encoding):
         assert (
             calls[0].function.name == "weather" and "".join(c.function.arguments for c in calls) == '{"city": "Köln"}'
         )
-        tools = [{"type": "function", "function": {"name": "f"}}]
-        for name, value in {
-            "stop": "x", "regex": "a", "response_format": {"type": "json_object"}, "tool_choice": "required",
-            "structured_outputs": {"regex": "a"},
-        }.items():  # fmt: skip
-            body = {"messages": payload["messages"], name: value, "tools": tools}
-            served.refused(served.post("/v1/chat/completions", json=body), 400, name)
         # max_tokens cuts inside a header, which is not content.
         cut = served.post("/v1/chat/completions", json=payload | {"max_tokens": 2}).json()["choices"][0]
         assert cut["harmony_parse_error"] is True and cut["message"]["content"] == ""

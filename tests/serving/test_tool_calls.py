@@ -93,7 +93,6 @@ def test_a_truncated_call_has_finish_reason_length(served, most):
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
     ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
-    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
     ({"tool_choice": NAMED, "structured_outputs": {"regex": "a"}}, "tool_choice"),
     ({"tool_choice": NAMED, "tools": [{"type": "function", "function": {
         "name": "weather", "parameters": {"type": "array"}}}]}, "tools"),
@@ -104,7 +103,7 @@ def test_a_truncated_call_has_finish_reason_length(served, most):
 ], ids=str)  # fmt: skip
 def test_rejects_invalid_forced_calls(changes, param):
     with pytest.raises(ApiError) as refused:
-        ChatRequest.read({**PAYLOAD, **changes}).constraint()
+        ChatRequest.read({**PAYLOAD, **changes}).grammars()
     assert refused.value.status == 400 and refused.value.param == param
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,6 +39,7 @@ class Chat:
         self._tokenizer, self._prompts, self._require_tool_template = tokenizer, prompts, require_tool_template
         self.harmony = harmony
         self._processes = None if harmony is None else HarmonyProcesses(harmony)
+        self.ignores_tools = harmony is None and chat_template.ignores_tools(tokenizer)
 
     def prompt(self, request: ChatRequest) -> list[int]:
         """Return the prompt's token ids. Raises ApiError (400), PromptTooLong."""
@@ -106,7 +107,7 @@ class Chat:
         required = self._require_tool_template and request.forced_tools is None
         try:
             text = chat_template.text(
-                self._tokenizer, [_plain(message) for message in request.messages], tools=_tools(request),
+                self._tokenizer, [_plain(message, f"messages.{i}") for i, message in enumerate(request.messages)], tools=_tools(request),
                 reasoning_effort=_effort(effort), variables=variables,
                 ignored_tools="error" if required else "log",
             )  # fmt: skip
@@ -124,12 +125,22 @@ def _tools(request: ChatRequest) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
+def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
     """Return a message with the fields that templates know. Arguments of tool calls are parsed here, where the size of
-    JSON is limited; those that are not JSON, because the token limit cut them off, stay text."""
+    JSON is limited; those that the token limit cut off stay text. Raises ApiError (400)."""
     plain = message.model_dump(include=set(FIELDS), exclude_none=True)
     for call in plain.get("tool_calls", ()):
-        if isinstance(arguments := call["function"]["arguments"], str):
-            with contextlib.suppress(ValueError):
-                call["function"]["arguments"] = parse(arguments or "{}")
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"], where)
     return plain
+
+
+def _arguments(arguments: str | dict[str, Any], where: str) -> str | dict[str, Any]:
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        parsed = parse(arguments or "{}")
+    except json.JSONDecodeError:
+        return arguments
+    except ValueError as error:
+        raise ApiError(400, f"{where}: a call's arguments cannot be read: {error}", f"{where}.tool_calls") from error
+    return parsed if isinstance(parsed, dict) else arguments

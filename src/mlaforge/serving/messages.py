@@ -28,7 +28,7 @@ class TextPart(Strict):
         if kind in ("input_text", "output_text"):
             return {**value, "type": "text"}
         if isinstance(kind, str) and kind != "text":
-            raise ValueError(f"Invalid content type. {kind[:40]} is not supported: this model reads only text")
+            raise ValueError(f"Invalid content type: {kind[:40]} is not supported, this model reads only text")
         return value
 
 

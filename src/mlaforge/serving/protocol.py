@@ -300,6 +300,8 @@ class ChatRequest(Generation):
         """A forced call takes precedence over response_format."""
         if (schemas := self.forced_schemas()) is None:
             return super().grammars()
+        if (constraint := self.constraint()) is not None and constraint.field != "response_format":
+            raise ApiError(400, f"tool_choice and {constraint.field} exclude each other", "tool_choice")
         named = isinstance(self.tool_choice, NamedTool)
         return [
             {"json_schema": next(iter(tools.values())) if named else calls_schema(tools, self.parallel_tool_calls)}

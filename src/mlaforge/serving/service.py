@@ -108,6 +108,8 @@ class Service:
         changes = {"max_tokens": max_tokens, "logprobs": top_logprobs}
         params, *fallbacks = self.chat.params(request, self.engine.engine.vocab_size, defaults, **changes)
         ids = self.chat.prompt(request)
+        if self.chat.ignores_tools and request.offered_tools and request.tool_mode == "auto":
+            request.warnings.append("the model's chat template ignores tools")
         self._check_prompt(ids, limit)
         with_prompt_logprobs = request.prompt_logprobs is not None
         form = ChatForm(

@@ -68,7 +68,7 @@ def text(
             raise MessageError(f"{why}; send it as a message of role user", f"messages.{index}")
         why = "the model's chat template ignores tools"
         if ignored_tools == "error":
-            accept = "or accept that with --ignored-tools log (LLM: ignored_tools='log')"
+            accept = "or accept that (serve: without --require-tool-template; LLM: ignored_tools='log')"
             raise MessageError(f"{why}; describe them in a message, {accept}", "tools")
         _log_once(why)
     if reasoning_effort is not None:
@@ -76,6 +76,18 @@ def text(
         if _apply(tokenizer, turns, tools, template_variables | {"reasoning_effort": other}) == rendered:
             _log_once("the model's chat template ignores reasoning_effort")
     return rendered
+
+
+def ignores_tools(tokenizer: Any) -> bool:
+    """Return whether the chat template ignores tools, and log it. Without a template the answer is False."""
+    if not tokenizer.chat_template:
+        return False
+    tool = {"type": "function", "function": {"name": "tool", "description": "A tool.", "parameters": {}}}
+    turns = plain([{"role": "user", "content": "Hello."}], arguments_as_text=False)
+    ignored = None in _rendered(tokenizer, turns, [tool], {})[1]
+    if ignored:
+        _log_once("the model's chat template ignores tools")
+    return ignored
 
 
 def _rendered(
