@@ -116,7 +116,7 @@ def refused(answer, status, kind):
     assert answer.status_code == status, answer.text
     body = answer.json()
     assert set(body) == {"type", "error"} and body["type"] == "error"
-    assert set(body["error"]) == {"type", "message"} and body["error"]["type"] == kind, body
+    assert set(body["error"]) - {"details"} == {"type", "message"} and body["error"]["type"] == kind, body
     assert "Traceback" not in answer.text
     return body["error"]["message"]
 
@@ -280,6 +280,10 @@ def test_other_errors(served, tokenizer):
         # Claude Code compacts the conversation at these words.
         assert refused(long, 400, "invalid_request_error").startswith("prompt is too long: ")
     refused(served.http.get("/v1/messages/batches"), 404, "not_found_error")
+    # The client's tool runner sends the whole conversation after this code, and only what is new otherwise.
+    threaded = served.post("/v1/messages", json={**HI, "thread": {"type": "create"}})
+    assert refused(threaded, 400, "invalid_request_error").startswith("thread is not supported")
+    assert threaded.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
     assert "error" in served.http.get("/v1/messagesx").json() and "type" not in served.http.get("/v1/messagesx").json()
     with serving(ScriptedEngine(tokenizer), max_body=100) as small:
         refused(small.post("/v1/messages", json={**HI, "system": "x" * 100}), 413, "request_too_large")

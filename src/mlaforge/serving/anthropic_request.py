@@ -13,6 +13,7 @@ from mlaforge.config import nearest
 from mlaforge.serving.anthropic_messages import ChatMessages, Message, TextBlock, text_blocks
 from mlaforge.serving.protocol import MAX_TEMPERATURE, StopString
 from mlaforge.serving.strict import Strict, Whole, api_error
+from mlaforge.serving.wire import ApiError
 
 # Reasoning effort -> smallest budget in tokens: those of Gemini's OpenAI-compatible API. Claude Code's words "think",
 # "think hard" and "ultrathink" stand for 4,000, 10,000 and 31,999 tokens.
@@ -126,6 +127,10 @@ class MessagesRequest(Strict):
     @classmethod
     def read(cls, payload: dict[str, Any]) -> Self:
         """Parse the request from a JSON object. Raises ApiError (400) that names the field."""
+        if payload.get("thread") is not None:
+            # At this code the clients' tool runners, which use threads by default, send the whole conversation.
+            reason = "thread is not supported: conversations are not stored; send all of it in messages"
+            raise ApiError(400, reason, "thread", "thread_unsupported_request")
         values = {name: value for name, value in payload.items() if name not in cls.harmless and value is not None}
         try:
             request = cls.model_validate(values)

@@ -52,7 +52,8 @@ class ApiError(Exception):
         wording and shorten the conversation."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         prefix = "prompt is too long: " if self.code == "context_length_exceeded" else ""
-        return {"type": "error", "error": {"type": kind, "message": prefix + self.message}}
+        details = {"details": {"error_code": self.code}} if self.code else {}
+        return {"type": "error", "error": {"type": kind, "message": prefix + self.message, **details}}
 
     def body_at(self, path: str) -> dict[str, Any]:
         """Return the body in the shape of the API that has this path."""
