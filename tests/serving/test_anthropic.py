@@ -225,7 +225,7 @@ def test_what_has_no_effect_is_accepted(served):
     answer = served.post("/v1/messages", json={**HI, **ignored}, headers=headers)
     assert answer.status_code == 200 and "x-mlaforge-warning" not in answer.headers
     answer = served.post("/v1/messages", json={**HI, "tools": tools, "stop_sequence": 1})
-    assert answer.headers["x-mlaforge-warning"] == (
+    assert answer.headers["x-mlaforge-warning"].startswith(
         "unknown field 'stop_sequence'; did you mean 'stop_sequences'?; "
         "tools: web_search_20250305 runs on Anthropic's servers, and is not offered"
     )
