@@ -203,12 +203,14 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
     ({"output_format": SCHEMA},
      {"response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": CITY}}}),
     ({"messages": [user("a"), assistant("b")]}, {"add_generation_prompt": False, "continue_final_message": True}),
+    ({"messages": [user("a"), assistant("b", CALL)]}, {"stop": []}),
 ])  # fmt: skip
 def test_fields(fields, expected):
     request = MessagesRequest.read({**HI, **fields})
     payload = request.chat_payload(request.chat_messages().messages)
     assert {name: payload[name] for name in expected} == expected
     assert "reasoning_effort" in expected or "reasoning_effort" not in payload
+    assert ("continue_final_message" in payload) == ("continue_final_message" in expected)
     assert "tools" not in payload and "max_tokens" not in payload
     adaptive = MessagesRequest.read({**HI, "thinking": {"type": "adaptive"}})
     assert "reasoning_effort" not in adaptive.chat_payload([])
@@ -232,6 +234,16 @@ def test_what_has_no_effect_is_accepted(served):
     assert MessagesRequest.read({**HI, "tools": tools}).chat_payload([])["tools"] == [
         {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": CITY, "strict": None}}
     ]
+
+
+def test_strict_fields(tokenizer):
+    """They refuse what is unknown, not what is documented and has no effect."""
+    cached = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    with serving(ScriptedEngine(tokenizer), strict_fields=True) as served:
+        payload = {**HI, "messages": [user(cached)], "metadata": {"user_id": "u"}}
+        assert served.post("/v1/messages", json=payload).status_code == 200
+        message = refused(served.post("/v1/messages", json={**HI, "top_x": 1}), 400, "invalid_request_error")
+        assert message == "top_x: Extra inputs are not permitted"
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}

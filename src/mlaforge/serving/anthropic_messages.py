@@ -127,7 +127,7 @@ class ChatMessages:
     def add(self, message: Message, path: str) -> None:
         """Add the message at `path` of the request. Raises ApiError (400) for a block that its role cannot have, and
         for the result of an unknown call."""
-        begun = any(turn["role"] != "system" for turn in self.messages)
+        begun = bool(self.messages) and self.messages[-1]["role"] != "system"
         role = "user" if message.role == "system" and begun else message.role
         for i, block in enumerate(message.blocks):
             if message.role not in _ROLES[block.type]:

@@ -163,7 +163,8 @@ class MessagesRequest(Strict):
         names = ("model", "temperature", "top_p", "top_k")
         payload = {name: value for name in names if (value := getattr(self, name)) is not None}
         payload |= {"messages": messages, "stop": self.stop_sequences}
-        if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        last = messages[-1] if messages else {}
+        if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
             payload |= {"add_generation_prompt": False, "continue_final_message": True}
         if tools := [tool.function() for tool in self.tools if tool.type == "custom"]:
             payload["tools"] = tools
