@@ -21,10 +21,10 @@ from mlaforge.engine.request.sequence import Sequence
 # form of few query tokens, in sparse layers with a selection for each, which takes memory.
 REPLAYED_TOKENS = 32
 
-# Of the steps that several prompts compete for, one in TURN computes them in order of arrival. Simulated at 0.6 to
-# 1 requests per second, a fifth of them of 2,000 to 6,000 tokens, the 99th percentile of short prompts' first tokens is
-# 0.10 to 0.17 of that by arrival alone (0.13 to 0.22 with 2), and that of long ones 1.1 to 1.2 with either. Shortest
-# remaining first among long ones too: 1.1 to 1.5.
+# Of the steps that several prompts compete for, one in TURN computes them in order of arrival. Simulated at 0.6 to 1
+# requests per second, a fifth of them with 2,000 to 6,000 tokens and the others with up to 512: the 99th percentile of
+# the short ones' first tokens is 0.10 to 0.17 of that in order of arrival alone (0.13 to 0.22 with TURN = 2), that of
+# the long ones' 1.1 to 1.2 with either, and 1.1 to 1.5 where the shortest rest goes first among long prompts too.
 TURN = 4
 
 
