@@ -19,7 +19,7 @@ from mlaforge.serving.replies import ChatForm, Prompt
 from mlaforge.serving.wire import ApiError, dumps
 from support.harmony_tokenizer import HarmonyTokenizer
 from support.scripted_engine import ScriptedEngine, load_tokenizer
-from support.serving import serving
+from support.serving import serving, until
 
 HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -330,7 +330,8 @@ def test_text(served):
     assert full["usage"]["input_tokens"] + full["usage"]["output_tokens"] == served.engine.max_model_len
     count = served.post("/v1/messages/count_tokens", json={"messages": HI["messages"]})
     assert count.json() == {"input_tokens": prompt_tokens}
-    assert 'mlaforge_requests_total{endpoint="count_tokens",status="200"} 1.0' in served.http.get("/metrics").text
+    line = 'mlaforge_requests_total{endpoint="count_tokens",status="200"} 1.0'
+    until(lambda: line in served.http.get("/metrics").text)
 
 
 def test_harmony(encoding):
