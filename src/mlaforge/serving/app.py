@@ -81,6 +81,7 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
         return GenerationResponse(service, chat_endpoint)
 
     add_responses(app, service)
+
     @app.post("/v1/messages")
     async def messages() -> Response:
         return GenerationResponse(service, messages_endpoint)
