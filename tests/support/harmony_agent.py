@@ -109,7 +109,7 @@ class Agent:
         return self.model.model(torch.tensor([ids])).last_hidden_state[0].double()
 
     def _solve_head(self) -> None:
-        """Solve the head from the states of the texts, and from the state of other tokens, after which ENDINGS follow."""
+        """Solve the head from the states of the texts, and from that of other tokens, which ENDINGS follow."""
         start, channel, other = self.ids(START), self.token("<|channel|>"), self.token("~")
         following: dict[tuple[int, ...], dict[str, float]] = {}
         for text in (REASONS + ANSWERS, CALLS):

@@ -56,6 +56,12 @@ function cases(api, model) {
       const result = streamText({ ...agent, onError });
       assert((await result.text) && calls.length);
     },
+    [`${api}_two_turns`]: async () => {
+      const first = { role: "user", content: QUESTION };
+      const { response } = await generateText({ ...options, prompt: undefined, messages: [first] });
+      const messages = [first, ...response.messages, { role: "user", content: "And in Rome?" }];
+      assert((await generateText({ ...options, prompt: undefined, messages })).text);
+    },
     [`${api}_structured`]: async () => {
       const { output } = await generateText({ ...options, output: Output.object({ schema: Weather }) });
       Weather.parse(output);

@@ -20,11 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 URL = os.environ["MLAFORGE_URL"]
 MODEL = os.environ["MLAFORGE_MODEL"]
-# Nothing but the server may be called.
-for variable in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-    os.environ.pop(variable, None)
-    os.environ.pop(variable.lower(), None)
-os.environ |= {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": URL, "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 QUESTION = "What is the weather in Paris?"
 MAX_TOKENS = 64

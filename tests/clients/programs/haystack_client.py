@@ -1,15 +1,11 @@
 """haystack: OpenAIChatGenerator, alone and in an Agent."""
 
-import os
-
-os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
-
-from cases import MAX_TOKENS, MODEL, QUESTION, URL, Weather, case, check_call, run  # noqa: E402
-from haystack.components.agents import Agent  # noqa: E402
-from haystack.components.generators.chat import OpenAIChatGenerator  # noqa: E402
-from haystack.dataclasses import ChatMessage  # noqa: E402
-from haystack.tools import create_tool_from_function  # noqa: E402
-from haystack.utils import Secret  # noqa: E402
+from cases import MAX_TOKENS, MODEL, QUESTION, URL, Weather, case, check_call, run
+from haystack.components.agents import Agent
+from haystack.components.generators.chat import OpenAIChatGenerator
+from haystack.dataclasses import ChatMessage
+from haystack.tools import create_tool_from_function
+from haystack.utils import Secret
 
 USER = [ChatMessage.from_system("Be brief."), ChatMessage.from_user(QUESTION)]
 

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cases import MODEL, QUESTION, URL, Weather, case, run
+from cases import MAX_TOKENS, MODEL, QUESTION, URL, Weather, case, run
 
 folder = Path(tempfile.mkdtemp())
 os.environ["LLM_USER_PATH"] = str(folder)
@@ -29,7 +29,7 @@ def get_weather(city: str) -> str:
 
 def command(*arguments):
     done = subprocess.run(
-        [sys.executable, "-m", "llm", "-m", "served", *arguments, "-o", "max_tokens", "100", QUESTION],
+        [sys.executable, "-m", "llm", "-m", "served", *arguments, "-o", "max_tokens", str(MAX_TOKENS), QUESTION],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-1000:]
@@ -38,31 +38,32 @@ def command(*arguments):
 
 @case
 def chat():
-    response = model.prompt(QUESTION, system="Be brief.", stream=False, max_tokens=100)
+    response = model.prompt(QUESTION, system="Be brief.", stream=False, max_tokens=MAX_TOKENS)
     assert response.text() and response.usage().output > 0
 
 
 @case
 def chat_in_a_stream():
-    response = model.prompt(QUESTION, max_tokens=100)
+    response = model.prompt(QUESTION, max_tokens=MAX_TOKENS)
     assert "".join(response) and response.usage().output > 0
 
 
 @case
 def conversation():
     conversation = model.conversation()
-    assert conversation.prompt(QUESTION, max_tokens=100).text() and conversation.prompt("And now?", max_tokens=100).text()
+    for question in (QUESTION, "And now?"):
+        assert conversation.prompt(question, max_tokens=MAX_TOKENS).text()
 
 
 @case
 def tools():
     calls.clear()
-    assert model.chain(QUESTION, tools=[get_weather], options={"max_tokens": 100}).text() and calls
+    assert model.chain(QUESTION, tools=[get_weather], options={"max_tokens": MAX_TOKENS}).text() and calls
 
 
 @case
 def structured():
-    assert Weather.model_validate_json(model.prompt(QUESTION, schema=Weather, max_tokens=100).text())
+    assert Weather.model_validate_json(model.prompt(QUESTION, schema=Weather, max_tokens=MAX_TOKENS).text())
 
 
 @case

@@ -8,19 +8,20 @@ const user = { role: "user", content: QUESTION };
 const chat = { model: MODEL, messages: [user], max_tokens: MAX_TOKENS };
 const definition = { name: "get_weather", description: "The weather in a city.", parameters: PARAMETERS };
 const tools = [{ type: "function", function: definition }];
+const calling = { ...chat, tools, parallel_tool_calls: false };
 const respond = { model: MODEL, input: QUESTION, max_output_tokens: MAX_TOKENS };
 
 async function toolLoop(tool_choice) {
-  const { message } = (await client.chat.completions.create({ ...chat, tools, tool_choice })).choices[0];
+  const { message } = (await client.chat.completions.create({ ...calling, tool_choice })).choices[0];
   checkCall(message.tool_calls[0].function.name, message.tool_calls[0].function.arguments);
   const results = message.tool_calls.map(({ id }) => ({ role: "tool", tool_call_id: id, content: "4 °C, cloudy" }));
   const messages = [user, message, ...results];
-  const answer = await client.chat.completions.create({ ...chat, messages, tools, tool_choice: "none" });
+  const answer = await client.chat.completions.create({ ...calling, messages, tool_choice: "none" });
   assert(answer.choices[0].message.content);
 }
 
 async function responsesToolLoop(tool_choice) {
-  const options = { ...respond, tools: [{ type: "function", strict: false, ...definition }] };
+  const options = { ...respond, tools: [{ type: "function", strict: false, ...definition }], parallel_tool_calls: false };
   const answer = await client.responses.create({ ...options, tool_choice });
   const calls = answer.output.filter((item) => item.type === "function_call");
   checkCall(calls[0].name, calls[0].arguments);
@@ -52,7 +53,7 @@ await run(["openai"], {
   tools_required: () => toolLoop("required"),
   tools_named: () => toolLoop({ type: "function", function: { name: "get_weather" } }),
   tools_required_in_a_stream: async () => {
-    const stream = client.chat.completions.stream({ ...chat, tools, tool_choice: "required" });
+    const stream = client.chat.completions.stream({ ...calling, tool_choice: "required" });
     const { message } = (await stream.finalChatCompletion()).choices[0];
     checkCall(message.tool_calls[0].function.name, message.tool_calls[0].function.arguments);
   },

@@ -6,6 +6,7 @@ from cases import MAX_TOKENS, MODEL, QUESTION, TOOL, URL, Weather, case, check_c
 client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0, timeout=60)
 USER = {"role": "user", "content": QUESTION}
 CHAT = {"model": MODEL, "messages": [USER], "max_tokens": MAX_TOKENS}
+RESPONSE = {"model": MODEL, "input": QUESTION, "max_output_tokens": MAX_TOKENS}
 FORCED = {"type": "function", "function": {"name": "get_weather"}}
 FLAT_TOOL = {"type": "function", **TOOL["function"]}
 
@@ -44,12 +45,13 @@ def completions():
 
 def tool_loop(choice):
     """Call a tool, return its result, and get an answer in words."""
-    message = client.chat.completions.create(**CHAT, tools=[TOOL], tool_choice=choice).choices[0].message
+    options = {"tools": [TOOL], "parallel_tool_calls": False}
+    message = client.chat.completions.create(**CHAT, **options, tool_choice=choice).choices[0].message
     [call, *_] = message.tool_calls
     check_call(call.function.name, call.function.arguments)
     results = [{"role": "tool", "tool_call_id": call.id, "content": "4 °C, cloudy"} for call in message.tool_calls]
     history = [USER, message, *results]
-    answer = client.chat.completions.create(**{**CHAT, "messages": history}, tools=[TOOL], tool_choice="none")
+    answer = client.chat.completions.create(**{**CHAT, "messages": history}, **options, tool_choice="none")
     assert answer.choices[0].message.content
 
 
@@ -70,7 +72,8 @@ def tools_named():
 
 @case
 def tools_required_in_a_stream():
-    with client.chat.completions.stream(**CHAT, tools=[TOOL], tool_choice="required") as stream:
+    options = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(**CHAT, **options) as stream:
         events = {event.type for event in stream}
         [choice] = stream.get_final_completion().choices
     assert "tool_calls.function.arguments.done" in events
@@ -100,21 +103,21 @@ def json_object():
 
 @case
 def responses():
-    answer = client.responses.create(model=MODEL, input=QUESTION, instructions="Be brief.", max_output_tokens=MAX_TOKENS)
+    answer = client.responses.create(**RESPONSE, instructions="Be brief.")
     assert answer.output_text and answer.status in ("completed", "incomplete")
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens > 0
 
 
 @case
 def responses_in_a_stream():
-    with client.responses.stream(model=MODEL, input=QUESTION, max_output_tokens=MAX_TOKENS) as stream:
+    with client.responses.stream(**RESPONSE) as stream:
         events = [event.type for event in stream]
         assert stream.get_final_response().output_text
     assert events[0] == "response.created" and "response.output_text.delta" in events
 
 
 def responses_tool_loop(choice):
-    options = {"model": MODEL, "tools": [FLAT_TOOL], "max_output_tokens": MAX_TOKENS}
+    options = {"model": MODEL, "tools": [FLAT_TOOL], "max_output_tokens": MAX_TOKENS, "parallel_tool_calls": False}
     history = [USER]
     answer = client.responses.create(input=history, tool_choice=choice, **options)
     [call, *_] = [item for item in answer.output if item.type == "function_call"]
@@ -145,15 +148,14 @@ def responses_tools_named():
 
 @case
 def responses_structured():
-    answer = client.responses.parse(model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=MAX_TOKENS)
+    answer = client.responses.parse(**RESPONSE, text_format=Weather)
     assert isinstance(answer.output_parsed, Weather)
 
 
 @case
 def responses_previous():
-    first = client.responses.create(model=MODEL, input="Hi", max_output_tokens=MAX_TOKENS)
-    options = {"model": MODEL, "previous_response_id": first.id, "max_output_tokens": MAX_TOKENS}
-    assert client.responses.create(input="And now?", **options).output_text
+    first = client.responses.create(**RESPONSE)
+    assert client.responses.create(**{**RESPONSE, "input": "And in Rome?"}, previous_response_id=first.id).output_text
 
 
 run("openai")

@@ -6,7 +6,10 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 provider = OpenAIProvider(base_url=URL, api_key="none")
-MODELS = {"responses": OpenAIResponsesModel(MODEL, provider=provider), "chat": OpenAIChatModel(MODEL, provider=provider)}
+MODELS = {
+    "responses": OpenAIResponsesModel(MODEL, provider=provider),
+    "chat": OpenAIChatModel(MODEL, provider=provider),
+}
 
 
 def agent(api, **options):

@@ -3,7 +3,8 @@
 from cases import MAX_TOKENS, MODEL, QUESTION, URL, Weather, case, check_call, run
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
-model = OpenAIModel(MODEL, api_base=URL, api_key="none", client_kwargs={"max_retries": 0, "timeout": 60}, max_tokens=MAX_TOKENS)
+CLIENT = {"max_retries": 0, "timeout": 60}
+model = OpenAIModel(MODEL, api_base=URL, api_key="none", client_kwargs=CLIENT, max_tokens=MAX_TOKENS)
 USER = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
 calls: list[str] = []
 
