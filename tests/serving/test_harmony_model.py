@@ -3,6 +3,7 @@
 The model generates fixed answers in channels (support/harmony_checkpoint.py); no component is mocked.
 """
 
+import dataclasses
 import datetime
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.request import harmony
+from mlaforge.engine.sampling.constraint import Constraint
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 from support import harmony_checkpoint
@@ -142,6 +144,111 @@ def test_served(checkpoint):
         thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
         assert thought == "A tool."
         served.settles()
+
+
+COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint):
+    config = EngineConfig(device="cpu", dtype="float32", cache_bytes=1 << 24)
+    with serving(Engine(checkpoint, config)) as served:
+        yield served
+        served.settles()
+
+
+def answered(served, **payload):
+    """Return the only choice, after checking that the streamed one equals it."""
+    body = {"temperature": 0, "max_tokens": 60, **payload}
+    (choice,) = served.post("/v1/chat/completions", json=body).json()["choices"]
+    stream = served.client().chat.completions.create(
+        model=served.service.model, messages=body.pop("messages"), stream=True, extra_body=body
+    )
+    chunks = [chunk.choices[0] for chunk in stream]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == (choice["message"]["content"] or "")
+    calls = [part.function.arguments for chunk in chunks for part in chunk.delta.tool_calls or ()]
+    assert "".join(calls) == "".join(c["function"]["arguments"] for c in choice["message"].get("tool_calls", ()))
+    assert chunks[-1].finish_reason == choice["finish_reason"]
+    return choice
+
+
+def test_a_constraint_binds_the_final_message_only(served, llm):
+    pytest.importorskip("llguidance")
+    message = answered(served, messages=HI, structured_outputs={"choice": ["a/b\nc", "x/y"]})["message"]
+    assert (
+        message["content"] in ("a/b\nc", "x/y") and message["reasoning_content"] == message["reasoning"] == "Easy, 漢."
+    )
+    ((answer,),) = (output.outputs for output in llm.chat(HI, dataclasses.replace(GREEDY, regex="red|blue")))
+    assert answer.text in ("red", "blue") and answer.reasoning_content == "Easy, 漢." and answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "paint"}}], ids=str)
+def test_a_forced_tool_begins_the_answer(choice, served):
+    """The tool takes precedence over response_format. The tiny model fills the limit with white space."""
+    pytest.importorskip("llguidance")
+    paint = {"type": "function", "function": {"name": "paint", "parameters": COLOUR}}
+    options = {"tools": [*TOOLS, paint] if isinstance(choice, dict) else [paint], "tool_choice": choice}
+    answer = answered(served, messages=HI, **options, max_tokens=16, response_format={"type": "json_object"})
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "paint" and call["function"]["arguments"].startswith("{")
+    assert not answer["message"]["content"] and not answer["message"].get("reasoning_content")
+
+
+def test_stop_strings_apply_to_the_final_message_only(served, llm):
+    for stop, content, reason in (
+        ("4 °", "It is ", "4 °"),
+        (["Easy", "zz"], "It is 4 °C.", None),
+        ("s 4", "It i", "s 4"),
+    ):
+        choice = answered(served, messages=HI, stop=stop)
+        assert choice["message"]["content"] == content and choice["message"]["reasoning_content"] == "Easy, 漢."
+        assert choice["finish_reason"] == "stop" and choice.get("stop_reason") == reason
+        (output,) = llm.chat(HI, dataclasses.replace(GREEDY, stop=stop))
+        assert output.outputs[0].text == content and output.outputs[0].reasoning_content == "Easy, 漢."
+    params = dataclasses.replace(GREEDY, stop="4 °", include_stop_str_in_output=True)
+    assert llm.chat(HI, params)[0].outputs[0].text == "It is 4 °"
+
+
+FINAL = "<|channel|>final<|message|>"
+PAINT_CALL = "<|channel|>commentary to=functions.paint <|constrain|>json<|message|>"
+THOUGHTS = (
+    "<|channel|>analysis<|message|>{ 漢\n<|end|><|start|>assistant<|channel|>commentary<|message|>x<|end|>"
+    "<|start|>assistant"
+)
+
+
+@pytest.mark.parametrize(("answer", "allowed"), [
+    (FINAL + '{"colour": "red"}', True), (FINAL + '{"colour": "green"}', False), (FINAL + "red", False),
+    (THOUGHTS + FINAL + '{"colour": "red"}', True),
+    ("<|channel|>final <|constrain|>json<|message|>" + '{"colour":"blue"}', True),
+    (PAINT_CALL + '{"colour": "red"}', True), (THOUGHTS + PAINT_CALL + '{"colour": "green"}', False),
+    ("<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + '{"any": 1}', True),
+    ("<|channel|>commentary to=functions.other <|constrain|>json<|message|>{}", False),
+])  # fmt: skip
+def test_the_grammar_of_an_answer(answer, allowed, llm):
+    """A strict tool's arguments match its schema, other tools' are objects."""
+    pytest.importorskip("llguidance")
+    paint = {"type": "function", "function": {"name": "paint", "parameters": COLOUR, "strict": True}}
+    params = llm.harmony.adapted(SamplingParams(json_schema=COLOUR), [*TOOLS, paint])
+    llm.engine.check_grammar(params)
+    constraint = Constraint(llm.engine.grammars, params)
+    try:
+        for token in llm.harmony.encoding.encode(answer, allowed_special="all"):
+            if not constraint.mask()[token]:
+                assert not allowed
+                return
+            constraint.advance([token])
+        assert allowed and constraint.mask()[llm.tokenizer.eos_token_id]
+    finally:
+        constraint.close()
+
+
+def test_reasoning_tokens_are_counted(served, llm):
+    usage = served.post("/v1/chat/completions", json={"messages": HI, "temperature": 0}).json()["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len(llm.tokenizer("Easy, 漢.")["input_ids"])
+    # The budget is spent in the reasoning.
+    cut = answered(served, messages=HI, max_tokens=4)
+    assert cut["finish_reason"] == "length" and not cut["message"]["content"] and cut["message"]["reasoning_content"]
 
 
 @pytest.mark.skipif(TEMPLATE is None, reason="MLAFORGE_GPT_OSS_TEMPLATE names no file with GPT-OSS's chat template")

@@ -14,6 +14,8 @@ ROOT = Path(mlaforge.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # The demo's model is of one family and is rewritten as another, or random tensors are: the families are their noun.
 MAKERS = ("demo/model.py", "demo/gpt_oss.py", "demo/geometry.py")
+# Formats of tool calls, by vLLM's names, which are also names of families.
+CALL_FORMATS = {"mistral"}
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 
 # Who may import whom: a file imports its own package, or a line above its own.
@@ -153,7 +155,7 @@ def test_no_family_is_named_outside_families(path):
     words = re.compile(r"\b(llama|qwen[23]?|mistral|ministral|mixtral|mimo|gpt_oss|gptoss)\b", re.IGNORECASE)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            assert not words.search(node.value), node.value
+            assert not words.search(node.value) or node.value in CALL_FORMATS, node.value
         elif isinstance(node, ast.Name | ast.Attribute):
             name = node.id if isinstance(node, ast.Name) else node.attr
             assert not words.search(name), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -15,9 +16,12 @@ from mlaforge.config import resolve
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.request import chat_template, harmony
+from mlaforge.engine.request.conversation import described
 from mlaforge.engine.request.harmony import Harmony
 from mlaforge.engine.request.harmony_parser import HarmonyParser
-from mlaforge.engine.request.output import Completion, NonFiniteLogits, RequestOutput, merge
+from mlaforge.engine.request.output import NonFiniteLogits, RequestOutput, merge
+from mlaforge.engine.request.text_format import TextFormat
+from mlaforge.engine.request.text_parser import TextParser
 from mlaforge.engine.sampling.defaults import announce
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
@@ -26,6 +30,8 @@ from mlaforge.runtime import UserError
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
+# Last tokens of a prompt, which show whether it ends with <think>, however that is tokenized.
+_PROMPT_END = 16
 
 
 class LLM:
@@ -41,8 +47,10 @@ class LLM:
     model's own (generation_config.json, unless `generation_config` is "none").
 
     `harmony` False uses the chat template even where the tokenizer has harmony's tokens. `ignored_tools`: the reaction
-    to a chat template that ignores `tools`, "error" or "log". For vLLM's users `enable_prefix_caching` is another name
-    of prefix_caching, and `gpu_memory_utilization` of cache_fraction. vLLM's is a share of all memory, weights
+    to a chat template that ignores `tools`, "error" or "log". `tool_call_parser` and `reasoning_parser` name the format
+    of tool calls and of reasoning in answers without harmony (TOOL_PARSERS and REASONING_PARSERS of text_format.py):
+    "auto" is by the chat template, "none" leaves them in the text. For vLLM's users `enable_prefix_caching` is another
+    name of prefix_caching, and `gpu_memory_utilization` of cache_fraction. vLLM's is a share of all memory, weights
     included; ours is the cache's share of what the weights leave of the free memory.
 
     Several threads may use it: their requests run in the same steps. Reading a stream runs the engine's steps.
@@ -52,8 +60,8 @@ class LLM:
 
     def __init__(
         self, model: str | Path | SourceModel, config: EngineConfig | None = None, *, harmony: bool = True,
-        ignored_tools: str = "error", gpu_memory_utilization: float | None = None,
-        enable_prefix_caching: bool | None = None, **options: Any,
+        ignored_tools: str = "error", tool_call_parser: str = "auto", reasoning_parser: str = "auto",
+        gpu_memory_utilization: float | None = None, enable_prefix_caching: bool | None = None, **options: Any,
     ):  # fmt: skip
         for alias, name, value in (
             ("gpu_memory_utilization", "cache_fraction", gpu_memory_utilization),
@@ -73,6 +81,7 @@ class LLM:
                 f"ignored_tools = {ignored_tools!r} must be one of {', '.join(chat_template.IGNORED_TOOLS)}"
             )
         self._ignored_tools = ignored_tools
+        self._text_format = TextFormat.choose(self.tokenizer.chat_template, tool_call_parser, reasoning_parser)
         self._ids = itertools.count()
         # The engine and the tokenizer serve one thread at a time; several threads take turns, step by step.
         self._lock = threading.RLock()
@@ -91,8 +100,7 @@ class LLM:
         at the end. Leaving the loop aborts unfinished requests."""
         prompt_list = _prompts(prompts)
         params = _params_per_request(sampling_params, len(prompt_list), "prompts", lambda: self.default_params)
-        for _, output in self._run(prompt_list, params):
-            yield output
+        yield from self._run(self._requests(prompt_list, params))
 
     def chat(
         self, messages: Conversation | Sequence[Conversation], sampling_params: Params = None, *,
@@ -100,12 +108,12 @@ class LLM:
     ) -> list[RequestOutput]:  # fmt: skip
         """Answer one or several conversations together; return one complete output per conversation, in their order.
 
-        Uses harmony where the tokenizer has its tokens (UserError without oss-harmony), else the model's chat template.
-        With harmony `text` is only the answer, `reasoning_content` the reasoning before it and `tool_calls` the calls
-        of `tools` (OpenAI's, of type function); the next conversation has their results as messages of role tool. Other
-        calls, and parts that cannot be parsed, are in `text` as they are, with `harmony_parse_error`. `token_ids` and
-        log probabilities are those of all tokens. `reasoning_effort` is low, medium or high; None is the model's
-        default. A chat template receives tools and effort too, and its answer is text.
+        Uses harmony where the tokenizer has its tokens (UserError without oss-harmony), else the model's chat template
+        and the parsers of its answers. `text` is only the answer, `reasoning_content` the reasoning before it and
+        `tool_calls` the calls of `tools` (OpenAI's, of type function); the next conversation has their results as
+        messages of role tool. Other calls, and parts that cannot be parsed, are in `text` as they are, with
+        `harmony_parse_error` in harmony. `token_ids` and log probabilities are those of all tokens. `reasoning_effort`
+        is low, medium or high; None is the model's default.
         """
         return _merged(self.stream_chat(messages, sampling_params, tools=tools, reasoning_effort=reasoning_effort))
 
@@ -120,20 +128,38 @@ class LLM:
                 self.chat_prompt(conversation, tools, reasoning_effort) for conversation in conversations
             ]
         params = _params_per_request(sampling_params, len(prompts), "conversations", lambda: self.default_params)
-        chat_format = self.harmony
-        if chat_format is None:
-            for _, output in self._run(prompts, params):
-                yield output
+        if self.harmony is None:
+            yield from self._stream_text(prompts, params, [name for name, _, _ in described(tools)])
             return
-        params = [chat_format.adapted(request_params, tools) for request_params in params]
-        parsers: dict[tuple[int, int], HarmonyParser] = {}
-        for number, output in self._run(prompts, params):
-            for completion in output.outputs:
-                key = number, completion.index
-                if key not in parsers:
-                    parsers[key] = chat_format.parser(tools, params[number])
-                _parse_harmony(parsers[key], completion)
-            yield output
+        chat_format = self.harmony
+        requests = self._requests(prompts, [chat_format.adapted(request_params, tools) for request_params in params])
+        yield from _parsed(
+            self._run(requests), lambda output: chat_format.parser(tools, requests[output.request_id][1])
+        )
+
+    def _stream_text(
+        self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams], tools: Sequence[str]
+    ) -> Iterator[RequestOutput]:
+        """As `stream`, with the text parsed for the reasoning and the calls of these tools that it has."""
+        requests = self._requests(prompts, params)
+        text_format = self._text_format.for_tools(tools)
+        if text_format.plain:
+            yield from self._run(requests)
+            return
+        dropped: dict[str, tuple[str, ...]] = {}
+        with self._lock:
+            if text_format.shows_special_tokens(self.tokenizer):
+                for request_id, (prompt, request_params) in requests.items():
+                    if request_params.skip_special_tokens:
+                        dropped[request_id] = text_format.dropped_tokens(self.tokenizer)
+                        requests[request_id] = prompt, dataclasses.replace(request_params, skip_special_tokens=False)
+
+        def parser(output: RequestOutput) -> TextParser:
+            with self._lock:
+                prompt_end = self.tokenizer.decode(output.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
+            return text_format.parser(tools, prompt_end, dropped.get(output.request_id, ()))
+
+        yield from _parsed(self._run(requests), parser)
 
     def chat_prompt(
         self, messages: Conversation, tools: Sequence[Mapping[str, Any]] = (), reasoning_effort: str | None = None
@@ -159,28 +185,30 @@ class LLM:
         """Harmony, or None for the chat template. Raises UserError where oss-harmony is missing."""
         return harmony.choose(self.tokenizer, self._use_harmony)
 
-    def _run(
+    def _requests(
         self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams]
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield new outputs with the numbers of their prompts."""
+    ) -> dict[str, tuple[str | list[int], SamplingParams]]:
+        """Number the requests: id -> prompt and sampling parameters."""
+        return {f"llm-{next(self._ids)}": request for request in zip(prompts, params, strict=True)}
+
+    def _run(self, requests: Mapping[str, tuple[str | list[int], SamplingParams]]) -> Iterator[RequestOutput]:
         texts: dict[str, str | None] = {}
         failed: list[RequestOutput] = []
         try:
             with self._lock:
-                for prompt, sampling_params in zip(prompts, params, strict=True):
+                for request_id, (prompt, sampling_params) in requests.items():
                     ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-                    request_id = f"llm-{next(self._ids)}"
                     self.engine.add(request_id, ids, sampling_params)
                     texts[request_id] = prompt if isinstance(prompt, str) else None
                     self._unread[request_id] = deque()
-            unfinished, numbers = set(texts), {request_id: number for number, request_id in enumerate(texts)}
+            unfinished = set(texts)
             while unfinished and (outputs := self._next_outputs(list(texts))) is not None:
                 for output in outputs:
                     output.prompt = texts[output.request_id]
                     failed += [output] if output.non_finite else []
                     if output.finished:
                         unfinished.remove(output.request_id)
-                    yield numbers[output.request_id], output
+                    yield output
         finally:
             with self._lock:
                 for request_id in texts:
@@ -238,14 +266,25 @@ def _params_per_request(
     return sampling_params
 
 
-def _parse_harmony(parser: HarmonyParser, completion: Completion) -> None:
-    """Replace the decoded text of the new tokens by what they mean in harmony."""
-    stopped = isinstance(completion.stop_reason, str)
-    added = parser.feed(completion.token_ids, completion.finish_reason is not None, stopped)
-    completion.text, completion.reasoning_content = added.get("content", ""), added.get("reasoning_content", "")
-    completion.tool_calls, completion.harmony_parse_error = added.get("tool_calls", []), parser.failed
-    if completion.finish_reason == "stop" and parser.calls:
-        completion.finish_reason = "tool_calls"
+def _parsed(
+    outputs: Iterable[RequestOutput], new_parser: Callable[[RequestOutput], HarmonyParser | TextParser]
+) -> Iterator[RequestOutput]:
+    """Replace the decoded text of new tokens by what it means: content, reasoning and tool calls."""
+    parsers: dict[tuple[str, int], HarmonyParser | TextParser] = {}
+    for output in outputs:
+        for completion in output.outputs:
+            key = output.request_id, completion.index
+            parser = parsers.get(key) or parsers.setdefault(key, new_parser(output))
+            finished = completion.finish_reason is not None
+            if isinstance(parser, HarmonyParser):
+                added = parser.feed(completion.token_ids, finished, isinstance(completion.stop_reason, str))
+            else:
+                added = parser.feed(completion.text, finished)
+            completion.text, completion.reasoning_content = added.get("content", ""), added.get("reasoning_content", "")
+            completion.tool_calls, completion.harmony_parse_error = added.get("tool_calls", []), parser.failed
+            if completion.finish_reason == "stop" and parser.calls:
+                completion.finish_reason = "tool_calls"
+        yield output
 
 
 _PROMPT = 'a prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'

@@ -105,10 +105,10 @@ class Chat:
         effort = None if request.reasoning_effort == "none" else request.reasoning_effort
         # A forced call has the tool's schema in its grammar, so the template may ignore the tools.
         required = self._require_tool_template and request.forced_tools is None
+        messages = [_plain(message, f"messages.{i}") for i, message in enumerate(request.messages)]
         try:
             text = chat_template.text(
-                self._tokenizer, [_plain(message, f"messages.{i}") for i, message in enumerate(request.messages)], tools=_tools(request),
-                reasoning_effort=_effort(effort), variables=variables,
+                self._tokenizer, messages, tools=_tools(request), reasoning_effort=_effort(effort), variables=variables,
                 ignored_tools="error" if required else "log",
             )  # fmt: skip
         except MessageError as error:

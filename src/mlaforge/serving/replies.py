@@ -163,6 +163,9 @@ class ChatChoice:
 
     def chunk(self, new: Completion) -> dict[str, Any]:
         delta = self._parser.read(new)
+        if "reasoning_content" in delta:
+            # vLLM's newer name.
+            delta["reasoning"] = delta["reasoning_content"]
         choice: dict[str, Any] = {}
         if not self._started:
             self._started = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # What decoders write for bytes that are not, or not yet, a character.
@@ -12,14 +12,15 @@ REPLACEMENT = "\ufffd"
 CONTEXT = 6
 # Tokens that are decoded again at every step, until the window moves.
 WINDOW = 16
-_SPECIAL: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+_SPECIAL: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
 
 
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids that decoding with skip_special_tokens leaves out; cached per tokenizer, because listing them is slow."""
+def special_tokens(tokenizer: Any) -> Mapping[int, str]:
+    """Return ids and texts of the tokens that decoding with skip_special_tokens leaves out; cached per tokenizer,
+    because listing them is slow."""
     if tokenizer not in _SPECIAL:
         added = tokenizer.added_tokens_decoder.items()
-        _SPECIAL[tokenizer] = frozenset(token for token, content in added if content.special)
+        _SPECIAL[tokenizer] = {token: content.content for token, content in added if content.special}
     return _SPECIAL[tokenizer]
 
 
@@ -36,7 +37,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, context_ids: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._special = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._special = special_tokens(tokenizer) if skip_special_tokens else {}
         context = [token for token in context_ids[-4 * CONTEXT :] if self._has_text(token)][-CONTEXT:]
         # A window must not begin inside a character. But a prompt may contain U+FFFD itself.
         context = next((c for n in range(len(context)) if REPLACEMENT not in self._decode(c := context[n:])), context)

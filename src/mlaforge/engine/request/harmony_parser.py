@@ -13,11 +13,11 @@ from __future__ import annotations
 import codecs
 import enum
 import re
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mlaforge.engine.request.stop_strings import find_stop, partial_stop_length
+from mlaforge.engine.request.tool_call_deltas import add_arguments, new_call
 
 # Namespace of the tools of a request, among recipients.
 FUNCTIONS = "functions."
@@ -151,9 +151,7 @@ class HarmonyParser:
         if channel not in _CALLING or not recipient.startswith(FUNCTIONS) or name not in self._tools:
             return False
         self._begin("tool_calls")
-        call = {"index": self.calls, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
-        call["function"] = {"name": name, "arguments": ""}
-        added.setdefault("tool_calls", []).append(call)
+        added.setdefault("tool_calls", []).append(new_call(self.calls, name))
         self.calls += 1
         return True
 
@@ -191,10 +189,7 @@ class HarmonyParser:
         if not text:
             return
         if self._field == "tool_calls":
-            calls = added.setdefault("tool_calls", [])
-            if not calls or calls[-1]["index"] != self.calls - 1:
-                calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
-            calls[-1]["function"]["arguments"] += text
+            add_arguments(added.setdefault("tool_calls", []), self.calls - 1, text)
             return
         if not self._begun and self._field in self._filled:
             text = _PARAGRAPH + text

@@ -23,9 +23,9 @@ class Completion:
     finish_reason: str | None = None
     # The stop string or token id that ended it; None for the model's own end of text.
     stop_reason: str | int | None = None
-    # Of an answer in harmony: the reasoning before it, which is not in `text`.
+    # From LLM.chat: the reasoning before the answer, which is not in `text`.
     reasoning_content: str = ""
-    # Of an answer in harmony: its tool calls in OpenAI's format. A streamed call comes in pieces: the first has id and
+    # From LLM.chat with tools: the tool calls in OpenAI's format. A streamed call comes in pieces: the first has id and
     # name, and each adds to the arguments, which are JSON text.
     tool_calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     # Whether a part of the answer so far could not be parsed as harmony.
