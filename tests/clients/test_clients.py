@@ -14,7 +14,7 @@ from support import client_table, harmony_agent
 from support.served_process import served_process
 
 RESULTS = Path(__file__).parents[2] / "results" / "clients.md"
-MODELS = {"smollm2": ("--ignored-tools", "log"), "harmony": ()}
+MODELS = ("smollm2", "harmony")
 IGNORES_TOOLS = "SmolLM2's chat template has no tools, so that it calls one only if tool_choice requires it"
 UNSTEADY = "SmolLM2 does not follow instructions: an answer of its own accord is no JSON, or names no tool"
 NO_SCHEMA = "the tiny model writes no object of its own accord, and the request has no schema"
@@ -39,7 +39,7 @@ def results():
     results = {}
     yield results
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(client_table.markdown(results, list(MODELS)), encoding="utf-8")
+    RESULTS.write_text(client_table.markdown(results, MODELS), encoding="utf-8")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -51,7 +51,7 @@ def served(request, environments, tmp_path_factory):
     else:
         pytest.importorskip("openai_harmony")
         directory = harmony_agent.save(folder / "harmony", harmony.encoding())
-    with served_process(directory, folder / "log", *MODELS[request.param]) as url:
+    with served_process(directory, folder / "log") as url:
         yield request.param, url
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ CLIENTS = {
 }  # fmt: skip
 
 
-def markdown(results: dict[tuple[str, str], tuple[str, dict[str, str | None]]], models: list[str]) -> str:
+def markdown(results: dict[tuple[str, str], tuple[str, dict[str, str | None]]], models: Sequence[str]) -> str:
     """Return the table of clients: (client, model) -> version and errors of cases, as Markdown."""
     lines = [f"| client | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
     setups = []

@@ -16,6 +16,7 @@ const models = {
   "@ai-sdk/openai-compatible": { chat: compatible(MODEL) },
 }[provider];
 const calls = [];
+const providerOptions = { openai: { parallelToolCalls: false }, mlaforge: { parallel_tool_calls: false } };
 const get_weather = tool({
   description: "The weather in a city.",
   inputSchema: z.object({ city: z.string().max(20) }),
@@ -23,7 +24,7 @@ const get_weather = tool({
 });
 
 function cases(api, model) {
-  const options = { model, prompt: QUESTION, maxOutputTokens: MAX_TOKENS, maxRetries: 0 };
+  const options = { model, prompt: QUESTION, maxOutputTokens: MAX_TOKENS, maxRetries: 0, providerOptions };
   const agent = { ...options, tools: { get_weather }, stopWhen: stepCountIs(3) };
   const unexecuted = { ...options, tools: { get_weather: tool({ ...get_weather, execute: undefined }) } };
   const onError = () => {};

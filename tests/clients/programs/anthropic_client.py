@@ -8,6 +8,8 @@ USER = {"role": "user", "content": QUESTION}
 OPTIONS = {"model": MODEL, "max_tokens": MAX_TOKENS, "messages": [USER]}
 TOOL = {"name": "get_weather", "description": "The weather in a city.", "input_schema": PARAMETERS}
 
+ANY = {"type": "any", "disable_parallel_tool_use": True}
+
 
 def text(message):
     return "".join(block.text for block in message.content if block.type == "text")
@@ -58,12 +60,12 @@ def tool_loop(choice):
 
 @case
 def tools_auto():
-    tool_loop({"type": "auto"})
+    tool_loop({"type": "auto", "disable_parallel_tool_use": True})
 
 
 @case
 def tools_any():
-    tool_loop({"type": "any"})
+    tool_loop(ANY)
 
 
 @case
@@ -73,7 +75,7 @@ def tools_named():
 
 @case
 def tools_any_in_a_stream():
-    with client.messages.stream(**OPTIONS, tools=[TOOL], tool_choice={"type": "any"}) as stream:
+    with client.messages.stream(**OPTIONS, tools=[TOOL], tool_choice=ANY) as stream:
         answer = stream.get_final_message()
     [call, *_] = [block for block in answer.content if block.type == "tool_use"]
     check_call(call.name, call.input)

@@ -26,7 +26,7 @@ tool = FunctionTool(get_weather, description="The weather in a city.", name="get
 def client(**options):
     return OpenAIChatCompletionClient(
         model=MODEL, base_url=URL, api_key="none", model_info=INFO, max_retries=0, timeout=60, max_tokens=MAX_TOKENS,
-        **options,
+        parallel_tool_calls=False, **options,
     )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ import { z } from "zod";
 export const URL = process.env.MLAFORGE_URL;
 export const MODEL = process.env.MLAFORGE_MODEL;
 export const QUESTION = "What is the weather in Paris?";
-export const MAX_TOKENS = 64;
+// As in cases.py.
+export const MAX_TOKENS = 48;
 export const PARAMETERS = {
   type: "object",
   properties: { city: { type: "string", maxLength: 20 } },

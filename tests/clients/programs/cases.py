@@ -22,7 +22,8 @@ URL = os.environ["MLAFORGE_URL"]
 MODEL = os.environ["MLAFORGE_MODEL"]
 
 QUESTION = "What is the weather in Paris?"
-MAX_TOKENS = 64
+# Enough for each answer that must be complete. One call in an answer: small models would repeat themselves.
+MAX_TOKENS = 48
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
 TOOL = {
     "type": "function",

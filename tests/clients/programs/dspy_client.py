@@ -30,7 +30,7 @@ def usage():
 
 @case
 def tools_required():
-    [result] = lm(QUESTION, tools=[TOOL], tool_choice="required")
+    [result] = lm(QUESTION, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
     [call, *_] = result["tool_calls"]
     check_call(call.function.name, call.function.arguments)
 

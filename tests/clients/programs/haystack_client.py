@@ -49,7 +49,7 @@ async def asynchronous():
 
 
 def tools(streaming_callback=None, **options):
-    [reply] = replies(generator(streaming_callback, **options), tools=[tool])
+    [reply] = replies(generator(streaming_callback, parallel_tool_calls=False, **options), tools=[tool])
     check_call(reply.tool_calls[0].tool_name, reply.tool_calls[0].arguments)
     results = [ChatMessage.from_tool("4 °C, cloudy", call) for call in reply.tool_calls]
     [answer] = generator(tool_choice="none").run([*USER, reply, *results], tools=[tool])["replies"]

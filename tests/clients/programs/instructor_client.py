@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import instructor
 import openai
-from cases import MODEL, QUESTION, URL, Weather, case, run
+from cases import MAX_TOKENS, MODEL, QUESTION, URL, Weather, case, run
 
 client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0, timeout=60)
 REQUEST = {
-    "model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200, "max_retries": 0,
+    "model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2 * MAX_TOKENS, "max_retries": 0,
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def stream(model):
 
 
 def tools(model, choice):
-    bound = model.bind_tools([get_weather], tool_choice=choice)
+    bound = model.bind_tools([get_weather], tool_choice=choice, parallel_tool_calls=False)
     message = bound.invoke(QUESTION)
     [call, *_] = message.tool_calls
     check_call(call["name"], call["args"])
@@ -39,7 +39,7 @@ def tools(model, choice):
 
 
 def tools_in_a_stream(model):
-    chunks = list(model.bind_tools([get_weather], tool_choice="any").stream(QUESTION))
+    chunks = list(model.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False).stream(QUESTION))
     message = sum(chunks[1:], chunks[0])
     check_call(message.tool_calls[0]["name"], message.tool_calls[0]["args"])
 

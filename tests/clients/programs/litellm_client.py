@@ -23,12 +23,13 @@ def stream(options):
 
 
 def tools(options, choice):
-    message = litellm.completion(**options, tools=[TOOL], tool_choice=choice).choices[0].message
+    calling = {**options, "tools": [TOOL], "parallel_tool_calls": False}
+    message = litellm.completion(**calling, tool_choice=choice).choices[0].message
     [call, *_] = message.tool_calls
     check_call(call.function.name, call.function.arguments)
     results = [{"role": "tool", "tool_call_id": call.id, "content": "4 °C, cloudy"} for call in message.tool_calls]
     history = [USER, message, *results]
-    result = litellm.completion(**{**options, "messages": history}, tools=[TOOL], tool_choice="none")
+    result = litellm.completion(**{**calling, "messages": history}, tool_choice="none")
     assert result.choices[0].message.content
 
 

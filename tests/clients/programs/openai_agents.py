@@ -21,7 +21,10 @@ calls: list[str] = []
 
 
 def agent(api, tool_choice=None, **options):
-    settings = ModelSettings(max_tokens=MAX_TOKENS, tool_choice=tool_choice, include_usage=True)
+    settings = ModelSettings(
+        max_tokens=MAX_TOKENS, tool_choice=tool_choice, include_usage=True,
+        parallel_tool_calls=False if "tools" in options else None,
+    )  # fmt: skip
     return Agent(name="a", instructions="Be brief.", model=MODELS[api], model_settings=settings, **options)
 
 

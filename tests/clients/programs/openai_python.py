@@ -95,7 +95,7 @@ def structured_in_a_stream():
 @case
 def json_object():
     answer = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "A very short JSON object."}], max_tokens=400,
+        model=MODEL, messages=[{"role": "user", "content": "A very short JSON object."}], max_tokens=MAX_TOKENS,
         response_format={"type": "json_object"},
     )  # fmt: skip
     assert answer.choices[0].message.content.lstrip().startswith("{")

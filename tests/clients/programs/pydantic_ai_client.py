@@ -11,9 +11,11 @@ MODELS = {
     "chat": OpenAIChatModel(MODEL, provider=provider),
 }
 
+SETTINGS = {"max_tokens": MAX_TOKENS, "parallel_tool_calls": False}
+
 
 def agent(api, **options):
-    return Agent(MODELS[api], instructions="Be brief.", model_settings={"max_tokens": MAX_TOKENS}, **options)
+    return Agent(MODELS[api], instructions="Be brief.", model_settings=SETTINGS, **options)
 
 
 def answer(api):

@@ -3,8 +3,8 @@
 from cases import MAX_TOKENS, MODEL, QUESTION, URL, Weather, case, check_call, run
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
-CLIENT = {"max_retries": 0, "timeout": 60}
-model = OpenAIModel(MODEL, api_base=URL, api_key="none", client_kwargs=CLIENT, max_tokens=MAX_TOKENS)
+OPTIONS = {"client_kwargs": {"max_retries": 0, "timeout": 60}, "max_tokens": MAX_TOKENS, "parallel_tool_calls": False}
+model = OpenAIModel(MODEL, api_base=URL, api_key="none", **OPTIONS)
 USER = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
 calls: list[str] = []
 
