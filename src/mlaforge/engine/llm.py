@@ -20,7 +20,7 @@ from mlaforge.engine.request.conversation import described
 from mlaforge.engine.request.harmony import Harmony
 from mlaforge.engine.request.harmony_parser import HarmonyParser
 from mlaforge.engine.request.output import NonFiniteLogits, RequestOutput, merge
-from mlaforge.engine.request.text_format import TextFormat
+from mlaforge.engine.request.text_format import PROMPT_END, TextFormat
 from mlaforge.engine.request.text_parser import TextParser
 from mlaforge.engine.sampling.defaults import announce
 from mlaforge.engine.sampling.params import SamplingParams
@@ -30,8 +30,6 @@ from mlaforge.runtime import UserError
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
-# Last tokens of a prompt, which show whether it ends with <think>, however that is tokenized.
-_PROMPT_END = 16
 
 
 class LLM:
@@ -156,7 +154,7 @@ class LLM:
 
         def parser(output: RequestOutput) -> TextParser:
             with self._lock:
-                prompt_end = self.tokenizer.decode(output.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
+                prompt_end = self.tokenizer.decode(output.prompt_token_ids[-PROMPT_END:], skip_special_tokens=False)
             return text_format.parser(tools, prompt_end, dropped.get(output.request_id, ()))
 
         yield from _parsed(self._run(requests), parser)

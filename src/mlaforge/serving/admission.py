@@ -23,7 +23,8 @@ class Disconnected(Exception):
 
 
 class ApiKey:
-    """ASGI middleware: every path but /health requires `Authorization: Bearer KEY`, compared in constant time."""
+    """ASGI middleware: every path but /health requires `Authorization: Bearer KEY` or, as Anthropic's clients send it,
+    `x-api-key: KEY`, compared in constant time."""
 
     def __init__(self, app: App, key: str) -> None:
         self._app, self._expected = app, key.encode("utf-8")
@@ -32,13 +33,15 @@ class ApiKey:
         if scope["type"] != "http" or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return
-        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = authorization.partition(b" ")
-        if hmac.compare_digest(key, self._expected) and scheme.lower() == b"bearer":
+        headers = dict(reversed(scope["headers"]))
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        keys = [key if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"")]
+        if any(hmac.compare_digest(key, self._expected) for key in keys):
             await self._app(scope, receive, send)
             return
-        error = ApiError(401, "the API key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key")
-        await send_json(send, 401, dumps(error.body()), {"WWW-Authenticate": "Bearer"})
+        reason = "the API key is missing or wrong: Authorization: Bearer KEY, or x-api-key: KEY"
+        error = ApiError(401, reason, code="invalid_api_key")
+        await send_json(send, 401, dumps(error.body_at(scope["path"])), {"WWW-Authenticate": "Bearer"})
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str], more_body: bool = False) -> None:

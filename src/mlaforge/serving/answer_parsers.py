@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from mlaforge.engine.request.harmony import Harmony
 from mlaforge.engine.request.output import Completion
+from mlaforge.engine.request.text_parser import TextParser
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.serving.tool_calls import CallsReader, new_call
 
@@ -62,6 +63,42 @@ class ChannelParser:
     def read(self, new: Completion) -> dict[str, Any]:
         stopped = isinstance(new.stop_reason, str)
         return self._parser.feed(new.token_ids, new.finish_reason is not None, stopped)
+
+
+class TextAnswerParser:
+    """Parses the reasoning and the tool calls that the text of an answer has.
+
+    parser     parser of the text
+    reasoning  whether the format has reasoning
+    parallel   whether calls after the first are answered; else they are dropped
+    tokenizer  counts the tokens of the reasoning
+    """
+
+    failed = False
+
+    def __init__(self, parser: TextParser, reasoning: bool, parallel: bool, tokenizer: Any) -> None:
+        self._parser, self._parallel, self._tokenizer = parser, parallel, tokenizer
+        self._reasoning: list[str] | None = [] if reasoning else None
+
+    @property
+    def calls(self) -> int:
+        return self._parser.calls
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        if self._reasoning is None:
+            return None
+        return len(self._tokenizer("".join(self._reasoning), add_special_tokens=False)["input_ids"])
+
+    def read(self, new: Completion) -> dict[str, Any]:
+        delta = self._parser.feed(new.text, new.finish_reason is not None)
+        if self._reasoning is not None and "reasoning_content" in delta:
+            self._reasoning.append(delta["reasoning_content"])
+        if not self._parallel and "tool_calls" in delta:
+            delta["tool_calls"] = [call for call in delta["tool_calls"] if call["index"] == 0]
+            if not delta["tool_calls"]:
+                del delta["tool_calls"]
+        return delta
 
 
 class CallsParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,9 +13,11 @@ from starlette.exceptions import HTTPException
 
 from mlaforge import runtime
 from mlaforge.serving.admission import ApiKey, App, Receive, Scope, Send
+from mlaforge.serving.anthropic_reply import messages_reply
 from mlaforge.serving.async_engine import AsyncEngine
 from mlaforge.serving.config import ServeConfig
-from mlaforge.serving.generation import Endpoint, GenerationResponse
+from mlaforge.serving.generation import CountResponse, Endpoint, GenerationResponse
+from mlaforge.serving.responses import add_responses
 from mlaforge.serving.service import Service
 from mlaforge.serving.wire import ApiError
 
@@ -65,6 +68,9 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
 
     completions_endpoint = Endpoint("completions", service.text_reply, "prompt")
     chat_endpoint = Endpoint("chat", service.chat_reply)
+    read_messages = functools.partial(messages_reply, service)
+    messages_endpoint = Endpoint("messages", read_messages, error_body=ApiError.anthropic_body)
+    count_endpoint = Endpoint("count_tokens", read_messages, error_body=ApiError.anthropic_body)
 
     @app.post("/v1/completions")
     async def completions() -> Response:
@@ -73,6 +79,15 @@ def create_app(engine: AsyncEngine, config: ServeConfig) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat_completions() -> Response:
         return GenerationResponse(service, chat_endpoint)
+
+    add_responses(app, service)
+    @app.post("/v1/messages")
+    async def messages() -> Response:
+        return GenerationResponse(service, messages_endpoint)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens() -> Response:
+        return CountResponse(service, count_endpoint)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -115,9 +130,10 @@ def _model(service: Service) -> dict[str, Any]:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     api_error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
-    return JSONResponse(api_error.body(), api_error.status, headers=error.headers)
+    return JSONResponse(api_error.body_at(request.url.path), api_error.status, headers=error.headers)
 
 
-async def _internal_error(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, exception: Exception) -> Response:
     """Starlette raises the error again afterwards, so that its traceback appears in the server's log alone."""
-    return JSONResponse(ApiError(500, "internal server error; see the server's log").body(), 500)
+    error = ApiError(500, "internal server error; see the server's log")
+    return JSONResponse(error.body_at(request.url.path), 500)

@@ -11,8 +11,17 @@ from mlaforge.engine.request import chat_template
 from mlaforge.engine.request.conversation import MessageError
 from mlaforge.engine.request.harmony import FIELDS, Harmony
 from mlaforge.engine.request.harmony_grammar import calls_grammar
+from mlaforge.engine.request.text_format import PLAIN, PROMPT_END, TextFormat
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.serving.answer_parsers import AnswerParser, CallsParser, ChannelParser, NamedCallParser, PlainParser
+from mlaforge.runtime import log
+from mlaforge.serving.answer_parsers import (
+    AnswerParser,
+    CallsParser,
+    ChannelParser,
+    NamedCallParser,
+    PlainParser,
+    TextAnswerParser,
+)
 from mlaforge.serving.harmony_process import HarmonyProcesses
 from mlaforge.serving.prompts import Prompts
 from mlaforge.serving.protocol import ChatMessage, ChatRequest, NamedTool
@@ -34,11 +43,20 @@ class Chat:
     """The chat format of one model: harmony, or its chat template."""
 
     def __init__(
-        self, tokenizer: Any, harmony: Harmony | None, prompts: Prompts, require_tool_template: bool = False
+        self,
+        tokenizer: Any,
+        harmony: Harmony | None,
+        prompts: Prompts,
+        require_tool_template: bool = False,
+        text_format: TextFormat = PLAIN,
     ) -> None:
         self._tokenizer, self._prompts, self._require_tool_template = tokenizer, prompts, require_tool_template
+        self._text_format = text_format
         self.harmony = harmony
         self._processes = None if harmony is None else HarmonyProcesses(harmony)
+        if harmony is None and not text_format.plain:
+            names = ("tool calls", text_format.tool_parser), ("reasoning", text_format.reasoning_parser)
+            log("chat: " + ", ".join(f"{what} as {name}" for what, name in names if name))
         self.ignores_tools = harmony is None and chat_template.ignores_tools(tokenizer)
 
     def prompt(self, request: ChatRequest) -> list[int]:
@@ -51,13 +69,33 @@ class Chat:
         if self._processes is not None:
             self._processes.close()
 
-    def parser(self, request: ChatRequest, params: SamplingParams) -> Callable[[], AnswerParser]:
+    def parser(self, request: ChatRequest, params: SamplingParams, prompt_ids: list[int]) -> Callable[[], AnswerParser]:
         """Return the factory of the parsers for the request's choices."""
         if self.harmony is not None:
             return functools.partial(ChannelParser, self.harmony, _tools(request), params)
         if isinstance(request.tool_choice, NamedTool):
             return functools.partial(NamedCallParser, request.tool_choice.function.name)
-        return CallsParser if request.tool_mode == "required" else PlainParser
+        if request.tool_mode == "required":
+            return CallsParser
+        text_format, tools = self._format(request)
+        if text_format.plain or params.constrained:
+            # A grammar begins with the answer itself.
+            return PlainParser
+        prompt_end = self._tokenizer.decode(prompt_ids[-PROMPT_END:], skip_special_tokens=False)
+        shows_special = request.skip_special_tokens and not params.skip_special_tokens
+        dropped = text_format.dropped_tokens(self._tokenizer) if shows_special else ()
+        reasoning = text_format.reasoning_parser is not None
+
+        def new_parser() -> AnswerParser:
+            parser = text_format.parser(tools, prompt_end, dropped)
+            return TextAnswerParser(parser, reasoning, request.parallel_tool_calls, self._tokenizer)
+
+        return new_parser
+
+    def _format(self, request: ChatRequest) -> tuple[TextFormat, list[str]]:
+        """Return the format of the answer's text, and the names of the tools that it may call."""
+        tools = [tool.function.name for tool in request.offered_tools]
+        return self._text_format.for_tools(tools), tools
 
     def params(
         self, request: ChatRequest, vocab_size: int, defaults: Mapping[str, Any], **changes: Any
@@ -65,6 +103,8 @@ class Chat:
         """Return the sampling parameters in the model's chat format, and their fallbacks for a grammar that cannot be
         followed. Raises ApiError (400)."""
         if self.harmony is None:
+            if request.tool_mode != "required" and self._format(request)[0].shows_special_tokens(self._tokenizer):
+                changes["skip_special_tokens"] = False
             return request.params(vocab_size, defaults, request.grammars(), **changes)
         tools = _tools(request)
         if (schemas := request.forced_schemas()) is None:

@@ -7,6 +7,7 @@ import dataclasses
 from mlaforge.config import option
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.request.harmony import EFFORTS
+from mlaforge.engine.request.text_format import REASONING_PARSERS, TOOL_PARSERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,13 @@ class ServeConfig(EngineConfig):
     verify: bool = option(False, "first compare every file of model and head with its hash, as `mlaforge verify` does")
     drain_timeout: float = option(30.0, "time limit for running requests after SIGTERM", "seconds", least=0)
     harmony: bool = option(True, "read and write the harmony format where the model's tokenizer has it")
+    tool_call_parser: str = option(
+        "auto", "format of tool calls in answers without harmony; auto is by the chat template", choices=TOOL_PARSERS
+    )
+    reasoning_parser: str = option(
+        "auto", "format of reasoning in answers without harmony; auto is by the chat template",
+        choices=REASONING_PARSERS,
+    )  # fmt: skip
     require_tool_template: bool = option(
         False, "refuse requests with tools if the chat template ignores them, instead of a line in the log"
     )

@@ -128,6 +128,17 @@ class GenerationResponse(Response):
         await send_json(send, 200, response, headers)
 
 
+class CountResponse(GenerationResponse):
+    """Response of an endpoint that counts the tokens of a prompt and generates nothing."""
+
+    async def _respond(self, send: Send) -> None:
+        service, body = self._service, self._body
+        with service.admission.waiting(len(body)):
+            reply = await service.prompts.in_thread(len(body), self._parse, body)
+        count = wire.dumps({"input_tokens": reply.usage.prompt_tokens})
+        await send_json(send, 200, count, warning_header(reply.form.warnings))
+
+
 def warning_header(warnings: list[str]) -> dict[str, str]:
     """Return the response header that names the parts of a request that have no effect, at most 1,000 characters."""
     text = "; ".join(warnings).encode("ascii", "replace").decode()

@@ -87,7 +87,8 @@ class ChatMessage(Strict):
 class FunctionSpec(Strict):
     harmless: ClassVar[frozenset[str]] = frozenset({"returns", "cache_control"})
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    # OpenAI allows 64 characters, Anthropic 128.
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

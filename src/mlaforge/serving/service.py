@@ -9,6 +9,7 @@ from typing import Any
 
 from mlaforge.engine.request import harmony
 from mlaforge.engine.request.sequence import PromptTooLong, check_prompt
+from mlaforge.engine.request.text_format import TextFormat
 from mlaforge.runtime import UserError
 from mlaforge.serving.admission import AdmissionControl
 from mlaforge.serving.async_engine import AsyncEngine
@@ -47,6 +48,7 @@ class Service:
             harmony.choose(inner.tokenizer, config.harmony),
             self.prompts,
             config.require_tool_template,
+            TextFormat.choose(inner.tokenizer.chat_template, config.tool_call_parser, config.reasoning_parser),
         )
         self.grammar_pool = ThreadPoolExecutor(GRAMMAR_CHECKS, thread_name_prefix="mlaforge-grammar")
 
@@ -114,7 +116,8 @@ class Service:
         with_prompt_logprobs = request.prompt_logprobs is not None
         form = ChatForm(
             self.model, [Prompt(ids)], params, self.tokens, top_logprobs, with_prompt_logprobs,
-            request.return_tokens_as_token_ids, request.warnings, fallbacks, parser=self.chat.parser(request, params),
+            request.return_tokens_as_token_ids, request.warnings, fallbacks,
+            parser=self.chat.parser(request, params, ids),
         )  # fmt: skip
         return request, form
 

@@ -52,8 +52,8 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 
 
 class Strict(BaseModel):
-    """Base model without coercion and infinite numbers. Fields that are null count as missing. Unknown fields are
-    dropped, with a log line unless they are among `harmless`; under `strict_fields` they are errors."""
+    """Base model without coercion and infinite numbers. Fields that are null count as missing, and those among
+    `harmless` are dropped. Other unknown fields are dropped with a log line; under `strict_fields` they are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -68,11 +68,11 @@ class Strict(BaseModel):
         # pydantic records every error: a million of them would take gigabytes.
         if len(value) > 100:
             raise ValueError("an object with more than 100 fields")
-        present = {name: field for name, field in value.items() if field is not None}
+        present = {name: field for name, field in value.items() if field is not None and name not in cls.harmless}
         if are_fields_strict():
             return present
         known = {info.alias or name for name, info in cls.model_fields.items()}
-        for name in present.keys() - known - cls.harmless:
+        for name in present.keys() - known:
             log_ignored(cls.__name__, name)
         return {name: field for name, field in present.items() if name in known}
 

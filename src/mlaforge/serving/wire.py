@@ -1,4 +1,4 @@
-"""Serialisation of requests and responses: JSON, server-sent events, and errors in OpenAI's shape."""
+"""Serialisation of requests and responses: JSON, server-sent events, and errors in OpenAI's and Anthropic's shapes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ _TYPES = {
     401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error",
     503: "service_unavailable_error",
 }  # fmt: skip
+# Types of Anthropic's errors: https://docs.anthropic.com/en/api/errors
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -41,6 +46,18 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the body in the shape of Anthropic's API. Its clients recognise a prompt that is too long by the
+        wording and shorten the conversation."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        prefix = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+        details = {"details": {"error_code": self.code}} if self.code else {}
+        return {"type": "error", "error": {"type": kind, "message": prefix + self.message, **details}}
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """Return the body in the shape of the API that has this path."""
+        return self.anthropic_body() if f"{path}/".startswith("/v1/messages/") else self.body()
 
 
 def dumps(value: Any) -> bytes:

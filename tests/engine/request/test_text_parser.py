@@ -112,6 +112,7 @@ CONTENT = {
     "a call without a marker": ("hermes", '{"name": "get_time", "arguments": {}}'),
     "JSON that is no call": ("llama3_json", ' {"name": "Rome", "size": {"name": "get_time"}}\n'),
     "JSON with other keys": ("llama3_json", '{"city": 1, "name": "get_time", "parameters": {}}'),
+    "JSON before a call": ("llama3_json", '{"name": "Rome"}\n{"name": "get_time", "parameters": {}}'),
     "JSON behind text": ("llama3_json", 'So: {"name": "get_time", "parameters": {}}'),
     "code behind the tag": ("llama3_json", '<|python_tag|>brave_search.call(query="Rome")'),
     "an unknown tool behind the tag": ("llama3_json", f"<|python_tag|>{UNKNOWN};"),
@@ -143,7 +144,9 @@ def test_calls_beside_those_of_unknown_tools():
 def test_without_tools_calls_are_content():
     text = ANSWERS["text, and calls one after another"][1]
     parser = TextParser((), "hermes")
-    assert parser.feed(text, True) == {"content": text}
+    assert parser.feed(text[:20], False) == {"content": text[:20]} and parser.feed(text[20:], True) == {
+        "content": text[20:]
+    }
 
 
 @pytest.mark.parametrize(("text", "inside", "content", "reasoning"), [
@@ -169,10 +172,12 @@ def test_a_call_after_reasoning_about_it():
 
 
 def test_special_tokens_are_dropped():
-    text = '<|a|>Hm <|<|python_tag|>{"name"<|b|>: "get_time"}<|a|>'
+    text = '<|a|>Hm <|<|python_tag|>{"name"<|b|>: "get_time"}<|a|> <|b'
+    dropped = same_in_pieces(text, "llama3_json", dropped=("<|a|>", "<|b|>"))
+    assert dropped == ("Hm <| <|b", "", [["get_time", "{}"]])
     dropped = same_in_pieces(text, "llama3_json", dropped=("<|a|>", "<|b|>", "<|python"))
-    assert dropped == ("Hm <|_tag|>" + '{"name": "get_time"}', "", [])
-    assert same_in_pieces(text, "llama3_json", dropped=("<|a|>", "<|b|>"))[::2] == ("Hm <|", [["get_time", "{}"]])
+    assert dropped == ('Hm <|_tag|>{"name": "get_time"} <|b', "", [])
+    assert TextParser(dropped=("ab", "ba")).feed("xab", False) == {"content": "x"}
 
 
 # Streaming
@@ -290,6 +295,14 @@ def test_truncation_loses_nothing(answer):
         assert all(any(known.startswith(word) for known in structure) for word in lost), (text[:end], lost)
         for (name, arguments), (full_name, full) in zip(found, calls, strict=False):
             assert name == full_name and full.startswith(arguments)
+
+
+def test_arguments_end_where_they_are_malformed():
+    text = '<tool_call>{"name": "get_time", "arguments": {"a": [1'
+    for rest in ("}}", "</tool_call>", " 'b' ]}}"):
+        content = "" if rest == "</tool_call>" else rest.lstrip()
+        arguments = '{"a": [1' + " " * rest.startswith(" ")
+        assert same_in_pieces(text + rest, "hermes") == (content, "", [["get_time", arguments]])
 
 
 def test_a_truncated_call_has_truncated_arguments():

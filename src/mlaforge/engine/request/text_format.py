@@ -15,6 +15,8 @@ from mlaforge.runtime import UserError
 # Values of the options; "auto" is by the chat template.
 TOOL_PARSERS = ("auto", "none", *CALL_FORMATS)
 REASONING_PARSERS = ("auto", "none", "think")
+# Last tokens of a prompt, which show whether it ends with <think>, however that is tokenized.
+PROMPT_END = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,7 @@ class TextFormat:
 
     def shows_special_tokens(self, tokenizer: Any) -> bool:
         """Whether a marker is a special token, so that answers must be decoded with skip_special_tokens=False."""
-        return not self.markers.isdisjoint(special_tokens(tokenizer).values())
+        return bool(self.markers) and not self.markers.isdisjoint(special_tokens(tokenizer).values())
 
     def dropped_tokens(self, tokenizer: Any) -> tuple[str, ...]:
         """Return the texts of the special tokens that are no markers, for the parser of answers decoded with them."""
@@ -78,3 +80,7 @@ class TextFormat:
             tools, self.tool_parser, reasoning=self.reasoning_parser is not None,
             inside=prompt.rstrip().endswith(THINK), dropped=dropped,
         )  # fmt: skip
+
+
+# All text is content.
+PLAIN = TextFormat(None, None)
