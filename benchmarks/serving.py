@@ -1,7 +1,7 @@
 """Steady serving: requests with random (Poisson) arrivals while others decode, as in `vllm bench serve`.
 
-    python benchmarks/serving.py MODEL [--base CHECKOUT] [--rates 1 2 4] [--requests 60] [--rounds 3] [--out FILE.json]
-        [-- options of `mlaforge serve`]
+    python benchmarks/serving.py MODEL [--base CHECKOUT] [--rates 1 2 4] [--requests 60] [--rounds 3] [--long 0.2]
+        [--out FILE.json] [-- options of `mlaforge serve`]
 
 Serves MODEL and, from a second checkout of mlaforge, the same (`base`). Both get the same requests, in turn in every
 round, while the idle server only occupies memory. At each of --rates (requests per second) --requests arrive, with
@@ -9,8 +9,12 @@ prompts and answers of 0.5 to 1.5 times --prompt and --answer tokens; no two pro
 EOS. `requests_per_second` and `tokens_per_second` (generated) count from the first arrival
 to the last token; `ttft` is from arrival to the first token, `gap` between two tokens of one answer as they reach the
 client: median, 90th and 99th percentile over the run. If the rate exceeds the server's capacity, `requests_per_second`
-stays below it. `together`: --crowd prompts of --crowd-prompt tokens arrive at once; time to the first token of each, in
-the order of arrival. `summary` has the medians over the rounds.
+stays below it. With --long, this share of the prompts has a length between the two of --long-prompt; `short` and
+`long` are the times to the first token of the two kinds. `together`: --crowd prompts of --crowd-prompt tokens arrive at
+once; time to the first token of each, in the order of arrival.
+
+`summary` has the medians over the rounds, and percentiles over all rounds for `short` and `long`. `ratios` has the mean
+ratio to the base in the same round, with the ends of its 95 % interval from 4 rounds on.
 """
 
 from __future__ import annotations
@@ -33,21 +37,26 @@ from load import WORDS, completion, percentiles, start
 from rows import Results, command, parser
 
 from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.rendering.page import interval
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import log
 
 # Seconds between simultaneous prompts, so that they arrive in the order in which they were sent.
 APART = 0.005
 
+# Kinds of prompts where --long mixes them.
+KINDS = ("short", "long")
+
 
 @dataclasses.dataclass
 class Answer:
-    """A request: arrival time (seconds), prompt, requested tokens, and arrival times of its chunks. A chunk may contain
-    several tokens whose text was incomplete before."""
+    """A request: arrival time (seconds), prompt, requested tokens, whether --long made it `long`, and arrival times of
+    its chunks. A chunk may contain several tokens whose text was incomplete before."""
 
     arrives: float
     prompt: list[int]
     tokens: int
+    long: bool = False
     times: list[float] = dataclasses.field(default_factory=list)
 
     @property
@@ -87,8 +96,10 @@ class Texts:
         """Requests with exponential inter-arrival times."""
         at = 0.0
         for _ in range(options.requests):
-            lengths = (max(2, round(mean * dice.uniform(0.5, 1.5))) for mean in (options.prompt, options.answer))
-            yield Answer(at, dice.choices(self.token_ids, k=next(lengths)), next(lengths))
+            prompt, tokens = (max(2, round(mean * dice.uniform(0.5, 1.5))) for mean in (options.prompt, options.answer))
+            if long := options.long > 0 and dice.random() < options.long:
+                prompt = dice.randint(*options.long_prompt)
+            yield Answer(at, dice.choices(self.token_ids, k=prompt), tokens, long)
             at += dice.expovariate(rate)
 
     def together(self, dice: random.Random, options: argparse.Namespace) -> list[Answer]:
@@ -101,7 +112,9 @@ class Texts:
 def measured(answers: list[Answer]) -> dict[str, Any]:
     """Measurements of a run with steady arrivals; times in seconds."""
     seconds = max(answer.times[-1] for answer in answers)
+    firsts = [[round(answer.first, 4) for answer in answers if answer.long == long] for long in (False, True)]
     return {
+        **(dict(zip(KINDS, firsts, strict=True)) if firsts[1] else {}),
         "requests_per_second": round(len(answers) / seconds, 3),
         "tokens_per_second": round(sum(answer.tokens for answer in answers) / seconds, 1),
         "ttft": percentiles([answer.first for answer in answers]),
@@ -111,7 +124,7 @@ def measured(answers: list[Answer]) -> dict[str, Any]:
 
 def rounds(options: argparse.Namespace, texts: Texts, urls: dict[str, str], results: Results) -> None:
     for number in range(-1, options.rounds):
-        for rate in (*options.rates, None):
+        for rate in (*options.rates, *([None] if options.crowd else [])):
             for side in sorted(urls, reverse=bool(number % 2)):
                 # The same for both sides, with new prompts in every round, so that no prefix is cached.
                 dice = random.Random(f"{number} {rate}")
@@ -138,11 +151,29 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             else:
                 for name in ("requests_per_second", "tokens_per_second"):
                     line[name] = statistics.median(row[name] for row in side_rows)
-                for name in ("ttft", "gap"):
+                times = {name: [row[name] for row in side_rows] for name in ("ttft", "gap")}
+                for kind in [kind for kind in KINDS if kind in side_rows[0]]:
+                    times[kind] = [percentiles([first for row in side_rows for first in row[kind]])]
+                for name in times:
                     for at in ("p50", "p99"):
-                        line[f"{name}_{at}"] = round(statistics.median(row[name][at] for row in side_rows), 4)
+                        line[f"{name}_{at}"] = round(statistics.median(cuts[at] for cuts in times[name]), 4)
             lines.append(line)
     return lines
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Mean ratio to the base of the generated tokens per second, by rate, and the ends of its 95 % interval."""
+    result = {}
+    for rate in {row["rate"] for row in rows} - {None}:
+        by_side = {
+            side: [row["tokens_per_second"] for row in rows if (row["rate"], row["side"]) == (rate, side)]
+            for side in ("today", "base")
+        }
+        values = [today / base for today, base in zip(by_side["today"], by_side["base"], strict=True)]
+        mean = statistics.mean(values)
+        ends = interval(mean, statistics.stdev(values) / len(values) ** 0.5, len(values)) if len(values) > 1 else None
+        result[str(rate)] = [round(value, 4) for value in (mean, *(ends or ()))]
+    return result
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -168,7 +199,9 @@ def main() -> None:
     arguments.add_argument("--requests", type=int, default=60, help="per rate and round")
     arguments.add_argument("--prompt", type=int, default=512, help="mean tokens of a prompt")
     arguments.add_argument("--answer", type=int, default=64, help="mean tokens of an answer")
-    arguments.add_argument("--crowd", type=int, default=8, help="simultaneous prompts")
+    arguments.add_argument("--long", type=float, default=0.0, help="share of long prompts")
+    arguments.add_argument("--long-prompt", type=int, nargs=2, default=[2000, 6000], help="their least and most tokens")
+    arguments.add_argument("--crowd", type=int, default=8, help="simultaneous prompts; 0: none")
     arguments.add_argument("--crowd-prompt", type=int, default=2048, help="tokens of each simultaneous prompt")
     arguments.add_argument("--rounds", type=int, default=3)
     words = sys.argv[1:]
@@ -189,8 +222,12 @@ def main() -> None:
         for process, _ in servers.values():
             process.wait(120)
     results.body["summary"] = summary(results.rows)
+    if options.base:
+        results.body["ratios"] = ratios(results.rows)
     results.save()
     log(table(results.body["summary"]))
+    if options.base:
+        log(f"tokens per second over the base's, by rate, with 95 % interval: {results.body['ratios']}")
 
 
 if __name__ == "__main__":

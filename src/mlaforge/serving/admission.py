@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -23,14 +23,14 @@ class Disconnected(Exception):
 
 
 class ApiKey:
-    """ASGI middleware: every path but /health requires `Authorization: Bearer KEY` or, as Anthropic's clients send it,
-    `x-api-key: KEY`, compared in constant time."""
+    """ASGI middleware: every path but the `public` ones requires `Authorization: Bearer KEY` or, as Anthropic's clients
+    send it, `x-api-key: KEY`, compared in constant time."""
 
-    def __init__(self, app: App, key: str) -> None:
-        self._app, self._expected = app, key.encode("utf-8")
+    def __init__(self, app: App, key: str, public: Collection[str]) -> None:
+        self._app, self._expected, self._public = app, key.encode("utf-8"), frozenset(public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health":
+        if scope["type"] != "http" or scope["path"] in self._public:
             await self._app(scope, receive, send)
             return
         headers = dict(reversed(scope["headers"]))

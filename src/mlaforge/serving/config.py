@@ -74,6 +74,10 @@ class ServeConfig(EngineConfig):
     max_body: int = option(8 * 2**20, "largest body of a request", "bytes", least=1)
     max_n: int | None = option(None, "largest n of a request (default: --max-num-seqs)", "continuations", least=1)
     max_prompts: int = option(1024, "maximum number of prompts in one request", "prompts", least=1)
+    allowed_origins: str = option(
+        "", "origins of web pages that may use the server, separated by commas; * is any (default: none)"
+    )
+    public_metrics: bool = option(False, "with --api-key, also serve /metrics without the key, as /health")
     client_timeout: float = option(
         60.0, "time limit for sending a request, and for a client that stops reading", "seconds", above=0, most=86400
     )

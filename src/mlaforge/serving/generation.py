@@ -38,16 +38,16 @@ CLIENT_CLOSED_REQUEST = 499
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """A path that generates text.
+    """A path with a JSON request.
 
     name          label of the metrics
-    read          payload -> reply; raises ApiError and PromptTooLong
+    read          payload -> reply, or for ComputedResponse the response; raises ApiError and PromptTooLong
     prompt_field  field of the request that the prompt is made of
     error_body    error -> JSON object of the response
     """
 
     name: str
-    read: Callable[[dict[str, Any]], Reply]
+    read: Callable[[dict[str, Any]], Any]
     prompt_field: str = "messages"
     error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body
 
@@ -88,7 +88,7 @@ class GenerationResponse(Response):
             ids, n = (list(reply.request_ids), reply.form.params.n) if reply else ([], 0)
             service.metrics.record_request(self._endpoint.name, status, self._arrived, ids, n)
 
-    def _parse(self, body: bytes) -> Reply:
+    def _parse(self, body: bytes) -> Any:
         """Raises ApiError."""
         try:
             with strict_fields(self._service.config.strict_fields):
@@ -128,15 +128,14 @@ class GenerationResponse(Response):
         await send_json(send, 200, response, headers)
 
 
-class CountResponse(GenerationResponse):
-    """Response of an endpoint that counts the tokens of a prompt and generates nothing."""
+class ComputedResponse(GenerationResponse):
+    """Response of an endpoint that generates nothing: `Endpoint.read` returns its JSON object."""
 
     async def _respond(self, send: Send) -> None:
         service, body = self._service, self._body
         with service.admission.waiting(len(body)):
-            reply = await service.prompts.in_thread(len(body), self._parse, body)
-        count = wire.dumps({"input_tokens": reply.usage.prompt_tokens})
-        await send_json(send, 200, count, warning_header(reply.form.warnings))
+            result = await service.prompts.in_thread(len(body), self._parse, body)
+        await send_json(send, 200, wire.dumps_long(result), {})
 
 
 def warning_header(warnings: list[str]) -> dict[str, str]:

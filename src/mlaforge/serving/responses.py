@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -120,11 +120,6 @@ def add_responses(app: FastAPI, service: Service) -> None:
     """Add the Responses API to the application."""
     responses = Responses(service, ResponseStore())
     endpoint = Endpoint("responses", responses.reply, "input")
-
-    @app.exception_handler(ApiError)
-    async def refused(request: Request, error: Exception) -> Response:
-        api_error = cast(ApiError, error)
-        return JSONResponse(api_error.body(), api_error.status)
 
     @app.post("/v1/responses")
     async def create() -> Response:

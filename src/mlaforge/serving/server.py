@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import signal
 import socket
 from types import FrameType
@@ -69,7 +70,8 @@ def uvicorn_config(app: FastAPI, config: ServeConfig) -> uvicorn.Config:
     """Return uvicorn's configuration for the application."""
     return uvicorn.Config(
         app, host=config.host, port=config.port, log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=FLUSH_SECONDS, http=protocol(config.client_timeout), ws="none",
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+        timeout_keep_alive=math.ceil(config.client_timeout), http=protocol(config.client_timeout), ws="none",
     )  # fmt: skip
 
 

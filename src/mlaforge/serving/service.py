@@ -128,11 +128,15 @@ class Service:
 
     def check_request(self, request: Generation) -> None:
         """Raises ApiError for another model than the served one, and for too many continuations."""
-        if request.model is not None and request.model != self.model:
-            message = f"the model {request.model[:200]!r} does not exist here; use {self.model!r}"
-            raise ApiError(404, message, "model", "model_not_found")
+        self.check_model(request.model)
         if request.n > (max_n := self.config.max_n or self.config.max_num_seqs):
             raise ApiError(400, f"n = {request.n} is too large; at most {max_n}", "n")
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError (404) for another model than the served one."""
+        if name is not None and name != self.model:
+            message = f"the model {name[:200]!r} does not exist here; use {self.model!r}"
+            raise ApiError(404, message, "model", "model_not_found")
 
     def _check_prompt(self, token_ids: list[int], max_tokens: int | None) -> None:
         inner = self.engine.engine

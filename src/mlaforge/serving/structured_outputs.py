@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mlaforge.serving.json_schemas import closed, lenient, open_schema, without_trivial_names
+from mlaforge.serving.json_schemas import closed, lenient, normalized, open_schema
 from mlaforge.serving.strict import Strict
 from mlaforge.serving.wire import ApiError
 
@@ -48,7 +48,7 @@ class Constraint:
         schema = _parsed(self.value) if self.kind == "json_schema" else None
         if schema is None:
             return [self.value]
-        schema = without_trivial_names(schema)
+        schema = normalized(schema)
         if self.strict:
             return [schema]
         return [schema, lenient(schema), self.fallback or open_schema(schema)]

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from mlaforge.serving.json_schemas import closed, lenient, without_trivial_names
+from mlaforge.serving.json_schemas import closed, lenient, normalized
 from mlaforge.serving.wire import ApiError
 
 # From the end of one call's arguments, or the beginning, to the beginning of the next call's. Properties are written in
@@ -50,7 +50,7 @@ def _arguments_schema(name: str, parameters: Mapping[str, Any] | None) -> dict[s
     schema = {"type": "object", **(parameters or {"properties": {}})}
     if schema["type"] != "object":
         raise ApiError(400, f"tools: the parameters of {name} must be of type object", "tools")
-    return dict(closed(without_trivial_names(schema)))
+    return dict(closed(normalized(schema)))
 
 
 def calls_schema(tools: Mapping[str, dict[str, Any]], parallel: bool) -> dict[str, Any]:

@@ -166,11 +166,7 @@ class BlockTables:
         """
         old = self._sequences.get(seq)
         assert old is None or not any(table.blocks for table in old.tables), f"sequence {seq} has been started"
-        digests: list[bytes] = []
-        if self.caching and reuse:
-            num_full = max(0, len(token_ids) - 1) // self.block_size
-            digests = block_digests(token_ids[: num_full * self.block_size], self.block_size)
-            del digests[self._longest_cached_prefix(digests) :]
+        digests = self._cached_digests(token_ids) if reuse else []
         cached = len(digests) * self.block_size
         tables = []
         for group, pool in enumerate(self._pools):
@@ -180,6 +176,19 @@ class BlockTables:
             tables.append(_Table(first, blocks))
         self._sequences[seq] = _Sequence(cached, digests, tables)
         return cached
+
+    def num_cached(self, token_ids: Sequence[int]) -> int:
+        """Number of cached tokens that `start` would find now."""
+        return len(self._cached_digests(token_ids)) * self.block_size
+
+    def growth(self, lengths: Mapping[int, int]) -> list[int]:
+        """Number of blocks of each group that these sequences need beside their own to grow to these lengths. An
+        estimate for windows, which drop blocks on the way."""
+        return [sum(self._growth(index, *pair) for pair in lengths.items()) for index in range(len(self.groups))]
+
+    def fits(self, growth: Sequence[int]) -> bool:
+        """Whether this many blocks of each group are available."""
+        return all(pool.can_allocate(count, 0) for pool, count in zip(self._pools, growth, strict=True))
 
     def reserve(self, seq: int, upto: int) -> list[Copy] | None:
         """Make room to write positions [computed, upto) in every group. Return None, and change nothing, when any group
@@ -388,6 +397,20 @@ class BlockTables:
                     pool.release([table.blocks[number - table.first]])
                     table.replace(number, block)
             table.written = {}
+
+    def _cached_digests(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Digests of the leading blocks that the cache holds, without the block of the last token."""
+        if not self.caching:
+            return []
+        num_full = max(0, len(token_ids) - 1) // self.block_size
+        digests = block_digests(token_ids[: num_full * self.block_size], self.block_size)
+        return digests[: self._longest_cached_prefix(digests)]
+
+    def _growth(self, group: int, seq: int, length: int) -> int:
+        """Number of blocks that the sequence needs beside its own to grow to this length."""
+        table, window = self._sequences[seq].tables[group], self.groups[group].window
+        tokens = max(0, length - table.end * self.block_size)
+        return -(-(tokens if window is None else min(tokens, window)) // self.block_size)
 
     def _first_visible_block(self, group: int, length: int) -> int:
         """Number of the first block that a query at position `length` sees."""

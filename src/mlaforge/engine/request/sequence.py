@@ -66,8 +66,8 @@ class Request:
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """One continuation of a request. The cache holds the first `computed` of its tokens; `number` names it in block
-    tables.
+    """One continuation of a request. The cache holds the first `computed` of its tokens (of a waiting sequence: when it
+    was queued); `number` names it in block tables.
 
     original  of a copy with provisional tokens: the sequence that it was copied from
     """
@@ -79,6 +79,8 @@ class Sequence:
     state: SamplingState
     stopping: Stopping
     computed: int = 0
+    # Whether it has run: cached blocks that it finds after a preemption may be its own.
+    started: bool = False
     # Whether the prompt was ever computed completely: later prompt passes are recomputation.
     prefilled: bool = False
     # Steps skip the sequence until its grammar's mask is there (grammar_wait.py).
