@@ -11,15 +11,16 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.request import harmony
 from mlaforge.engine.request.output import Completion, RequestOutput
+from mlaforge.engine.request.text_format import TextFormat
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.serving.answer_parsers import CallsParser, ChannelParser
+from mlaforge.serving.answer_parsers import CallsParser, ChannelParser, TextAnswerParser
 from mlaforge.serving.anthropic_reply import ContentBlocks, MessagesReply
 from mlaforge.serving.anthropic_request import MessagesRequest
 from mlaforge.serving.replies import ChatForm, Prompt
 from mlaforge.serving.wire import ApiError, dumps
 from support.harmony_tokenizer import HarmonyTokenizer
 from support.scripted_engine import ScriptedEngine, load_tokenizer
-from support.serving import serving
+from support.serving import serving, until
 
 HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -330,7 +331,8 @@ def test_text(served):
     assert full["usage"]["input_tokens"] + full["usage"]["output_tokens"] == served.engine.max_model_len
     count = served.post("/v1/messages/count_tokens", json={"messages": HI["messages"]})
     assert count.json() == {"input_tokens": prompt_tokens}
-    assert 'mlaforge_requests_total{endpoint="count_tokens",status="200"} 1.0' in served.http.get("/metrics").text
+    line = 'mlaforge_requests_total{endpoint="count_tokens",status="200"} 1.0'
+    until(lambda: line in served.http.get("/metrics").text)
 
 
 def test_harmony(encoding):
@@ -387,7 +389,13 @@ def outputs(ids, text, cuts, finish):
 CALLS = '[{"name": "weather", "parameters": {"city": "Köln"}},\n {"name": "now", "parameters": {}}]'
 
 
-@pytest.mark.parametrize("kind", ["harmony", "calls"])
+HERMES = (
+    "<think>\nThey want 漢🙂.\n</think>\n\nLet me look.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\nAnd now?'
+)
+
+
+@pytest.mark.parametrize("kind", ["harmony", "calls", "text"])
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
 def test_every_split_of_a_stream_adds_up_to_the_full_response(encoding, kind, data):
@@ -397,8 +405,14 @@ def test_every_split_of_a_stream_adds_up_to_the_full_response(encoding, kind, da
 
         def parser():
             return ChannelParser(harmony.Harmony(encoding), tools, SamplingParams())
-    else:
+    elif kind == "calls":
         whole, text, parser = list(range(40)), CALLS, CallsParser
+    else:
+        whole, text, text_format = list(range(data.draw(st.integers(1, 60)))), HERMES, TextFormat("hermes", "think")
+
+        def parser():
+            return TextAnswerParser(text_format.parser(["weather"], ""), True, True, None)
+
     cuts = data.draw(st.lists(st.floats(0, 1), max_size=8))
     finish = data.draw(st.sampled_from(["stop", "length"]))
     (output,) = outputs(whole, text, [], finish)
@@ -415,6 +429,10 @@ def test_every_split_of_a_stream_adds_up_to_the_full_response(encoding, kind, da
     assert full["stop_reason"] == ("max_tokens" if finish == "length" else "tool_use" if calls else "end_turn")
     if kind == "calls":
         assert [block["input"] for block in full["content"]] == [{"city": "Köln"}, {}]
+    if kind == "text":
+        expected = ["They want 漢🙂.", "Let me look.", {"city": "Köln"}, "And now?"]
+        names = {"thinking": "thinking", "text": "text", "tool_use": "input"}
+        assert [block[names[block["type"]]] for block in full["content"]] == expected
 
 
 def test_a_call_that_is_cut_off():

@@ -187,7 +187,8 @@ def test_harmless_fields_and_nulls_change_nothing(served, path):
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [
-    ("GET", "/v1/completions", 405), ("GET", "/nothing", 404), ("POST", "/v1/models", 405), ("OPTIONS", "/nothing", 404),
+    ("GET", "/v1/completions", 405), ("GET", "/nothing", 404), ("POST", "/v1/models", 405),
+    ("OPTIONS", "/nothing", 404),
     ("GET", "/docs", 404),
 ])  # fmt: skip
 def test_unknown_paths_and_methods_are_refused(served, method, path, status):

@@ -25,18 +25,6 @@ pytest.importorskip("llguidance")
 ZOD = json.loads(Path(__file__).with_name("zod_schemas.json").read_text(encoding="utf-8"))
 # Types whose schemas have formats or patterns that no grammar can follow.
 LENIENT = {"emoji", "jwt", "Path", "set", "SecretStr", "IPv4Network"}
-    "emoji",
-    "jwt",
-    "Path",
-    "set",
-    "frozenset",
-    "bytes_json",
-    "Decimal",
-    "conset",
-    "SecretStr",
-    "IPv4Network",
-    "IPv6Network",
-}
 
 
 class Colour(enum.Enum):

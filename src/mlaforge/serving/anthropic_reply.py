@@ -176,13 +176,16 @@ class MessagesReply(Reply):
 
 
 def _pieces(new: Completion) -> Iterator[Completion]:
-    """Split a completion into one per token: a delta of several tokens does not have the order of its parts. Parsers
-    read either tokens or text, so that text need not be split exactly between them."""
-    count = max(len(new.token_ids), 1)
-    ends = [len(new.text) * i // count for i in range(count + 1)]
-    for i in range(count - 1):
-        yield Completion(new.index, [new.token_ids[i]], new.text[ends[i] : ends[i + 1]])
-    yield dataclasses.replace(new, token_ids=new.token_ids[count - 1 :], text=new.text[ends[-2] :])
+    """Split a completion into pieces of at most one token and a few characters: the delta of a longer one does not have
+    the order of its parts. Parsers read either tokens or text, so that the two need not match."""
+    count = max(len(new.token_ids), len(new.text) // 4, 1)
+    for i in range(count):
+        token_ids = new.token_ids[len(new.token_ids) * i // count : len(new.token_ids) * (i + 1) // count]
+        text = new.text[len(new.text) * i // count : len(new.text) * (i + 1) // count]
+        if i < count - 1:
+            yield Completion(new.index, token_ids, text)
+        else:
+            yield dataclasses.replace(new, token_ids=token_ids, text=text)
 
 
 def _write(events: Any, write: Callable[[Any], bytes] = wire.dumps) -> bytes:

@@ -30,6 +30,7 @@ MAX_BIASES = 10_000
 MAX_TEMPERATURE = 2.0
 Count = Annotated[Whole, Field(ge=0, le=2**31 - 1)]
 Logprobs = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
+ToolMode = Literal["none", "auto", "required"]
 StopString = Annotated[str, Field(max_length=1000)]
 
 HARMLESS = frozenset({
@@ -249,7 +250,7 @@ class ChatRequest(Generation):
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
     tools: Annotated[list[Tool], Field(max_length=512, fail_fast=True)] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice = "auto"
+    tool_choice: ToolMode | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")] = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_generation_prompt: bool = True
