@@ -41,7 +41,7 @@ class Client:
             command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False, cwd=PROGRAMS
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        first, *lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        first, *lines = [json.loads(line) for line in done.stdout.splitlines()]
         assert lines, done.stdout + done.stderr
         return first["client"], {line["case"]: line["error"] for line in lines}
 

@@ -12,6 +12,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, Literal
@@ -51,7 +52,8 @@ def case(function: Case) -> Case:
 def run(*packages: str) -> None:
     """Run the registered cases of the client that these packages are."""
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
-    print(json.dumps({"client": versions}), flush=True)
+    out, sys.stdout = sys.stdout, sys.stderr  # what clients print is no case
+    print(json.dumps({"client": versions}), file=out, flush=True)
     # One event loop: clients keep their connections in it.
     with asyncio.Runner() as runner:
         for name, function in _cases.items():
@@ -62,7 +64,7 @@ def run(*packages: str) -> None:
                     runner.run(result)
             except Exception as exception:
                 error = described(exception)
-            print(json.dumps({"case": name, "ok": error is None, "error": error}), flush=True)
+            print(json.dumps({"case": name, "ok": error is None, "error": error}), file=out, flush=True)
 
 
 def described(exception: Exception) -> str:
