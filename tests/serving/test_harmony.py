@@ -217,11 +217,22 @@ def test_text_never_becomes_a_special_token(chat_format, encoding, role):
 @pytest.mark.parametrize(("options", "param"), [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ({"chat_template_kwargs": {"reasoning_effort": {"a": 1}}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"reasoning_effort": "most"}}, "reasoning_effort"),
 ])  # fmt: skip
 def test_rejects_requests_that_harmony_does_not_support(chat_format, options, param):
     with pytest.raises(ApiError) as error:
         rendered(chat_format, request(**{"messages": [{"role": "user", "content": "x"}], **options}))
     assert error.value.param == param and error.value.status == 400
+
+
+@pytest.mark.parametrize(("effort", "rendered_as"), [
+    ("none", "low"), ("minimal", "low"), ("low", "low"), ("medium", "medium"), ("high", "high"), ("xhigh", "high"),
+])  # fmt: skip
+def test_efforts_of_openais_api(chat_format, encoding, effort, rendered_as):
+    for option in ({"reasoning_effort": effort}, {"chat_template_kwargs": {"reasoning_effort": effort, "other": 1}}):
+        text = encoding.decode(rendered(chat_format, request([{"role": "user", "content": "x"}], **option)))
+        assert f"Reasoning: {rendered_as}" in text
 
 
 @pytest.fixture

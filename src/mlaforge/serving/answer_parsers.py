@@ -7,8 +7,9 @@ from typing import Any, Protocol
 from mlaforge.engine.request.harmony import Harmony
 from mlaforge.engine.request.output import Completion
 from mlaforge.engine.request.text_parser import TextParser
+from mlaforge.engine.request.tool_call_deltas import new_call
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.serving.tool_calls import CallsReader, new_call
+from mlaforge.serving.tool_calls import CallsReader
 
 
 class AnswerParser(Protocol):

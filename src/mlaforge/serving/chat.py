@@ -122,6 +122,8 @@ class Chat:
         messages = [message.model_dump(include=set(FIELDS), exclude_none=True) for message in request.messages]
         self._prompts.check("\n".join(message.text for message in request.messages))
         effort = request.reasoning_effort or request.chat_template_kwargs.get("reasoning_effort")
+        if not isinstance(effort, str | None):
+            raise ApiError(400, "reasoning_effort must be a string", "chat_template_kwargs")
         try:
             return processes.render(messages, _tools(request), _effort(effort))
         except MessageError as error:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 
 from mlaforge.config import nearest
 from mlaforge.engine.request.output import NonFiniteLogits
@@ -206,6 +206,13 @@ class Generation(Strict):
         return candidates
 
 
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_PROMPT_SCHEMA = {
+    "anyOf": [{"type": "string"}, _TEXTS, _TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS, "minItems": 1}]
+}
+
+
 class CompletionRequest(Generation):
     """Request of /v1/completions. `logprobs` is the number of alternatives of each token."""
 
@@ -213,8 +220,10 @@ class CompletionRequest(Generation):
         ("messages", "tools", "tool_choice"), ("it belongs to /v1/chat/completions", ())
     )
 
+    model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
+
     # Validated by `prompts`, which stops at the first error: a list may hold a million of them.
-    prompt: Any = None
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
     echo: bool = False
     logprobs: Logprobs | None = None
 

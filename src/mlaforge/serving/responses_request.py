@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 from mlaforge.serving.messages import FunctionSpec, NamedTool
-from mlaforge.serving.protocol import Generation
+from mlaforge.serving.protocol import Generation, ToolMode
 from mlaforge.serving.response_items import InputItem, Item, messages, qualified
 from mlaforge.serving.strict import Strict, Whole, are_fields_strict, log_ignored
 from mlaforge.serving.wire import ApiError
@@ -140,10 +140,12 @@ class ResponsesRequest(Generation):
         "moderation": ("no other model reads the request", ()),
     }
 
+    model_config = ConfigDict(json_schema_extra={"required": ["input"]})
+
     input: str | Annotated[list[InputItem], Field(fail_fast=True)] = Field(default_factory=list)
     instructions: str | None = None
     tools: Annotated[list[ToolItem], Field(max_length=512, fail_fast=True)] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
+    tool_choice: ToolMode | Annotated[NamedTool | AllowedTools, Field(discriminator="type")] = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = Field(default_factory=TextConfig)
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)

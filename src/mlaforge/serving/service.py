@@ -58,16 +58,15 @@ class Service:
         if not form.params.constrained:
             return
         loop, check = asyncio.get_running_loop(), self.engine.engine.check_grammar
-        for candidate in (form.params, *form.fallbacks):
+        while True:
             try:
-                await loop.run_in_executor(self.grammar_pool, check, candidate)
+                await loop.run_in_executor(self.grammar_pool, check, form.params)
+                return
             except UserError as error:
-                if candidate is [form.params, *form.fallbacks][-1]:
+                if not form.fallbacks:
                     raise refusal(error) from error
                 form.warnings.append(str(error))
-            else:
-                form.params, form.fallbacks = candidate, []
-                return
+                form.params = form.fallbacks.pop(0)
 
     def text_reply(self, payload: dict[str, Any]) -> Reply:
         """Parse and tokenize a completion request. Raises ApiError."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from mlaforge.engine.request.tool_call_deltas import add_arguments, new_call
 from mlaforge.serving.json_schemas import closed, lenient, normalized
 from mlaforge.serving.wire import ApiError
 
@@ -74,12 +74,6 @@ def calls_schema(tools: Mapping[str, dict[str, Any]], parallel: bool) -> dict[st
     return {"type": "array", "minItems": 1, **max_items, "items": {"anyOf": calls}, **shared}
 
 
-def new_call(index: int, name: str) -> dict[str, Any]:
-    """Return the first delta of a call, without arguments."""
-    function = {"name": name, "arguments": ""}
-    return {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
-
-
 class CallsReader:
     """Incremental parser of a list of calls: `read` returns the deltas of `tool_calls` for a piece of text."""
 
@@ -103,9 +97,7 @@ class CallsReader:
                 text, self._head = self._head[head.end() :], ""
             arguments = text[: self._end(text)]
             text = text[len(arguments) :]
-            if not deltas or deltas[-1]["index"] != self.calls - 1:
-                deltas.append({"index": self.calls - 1, "function": {"arguments": ""}})
-            deltas[-1]["function"]["arguments"] += arguments
+            add_arguments(deltas, self.calls - 1, arguments)
         return deltas
 
     def _end(self, text: str) -> int:
