@@ -41,6 +41,7 @@ EXPECTED = {
             "pydantic-ai": {"responses_structured_PromptedOutput", "chat_structured_PromptedOutput"},
             "instructor": {"json"},
         },
+        "it prolongs a list of objects until max_tokens": {"instructor": {"iterable"}},
     },
     "harmony": {
         "the client sends the schema as text of the prompt, which the tiny model does not read": {
@@ -94,6 +95,8 @@ def served(request, environments, tmp_path_factory):
 @pytest.mark.parametrize("name", client_table.CLIENTS)
 def test_client(name, served, environments, results, tmp_path):
     model, url = served
+    if (name, model) == ("schemathesis", "smollm2"):
+        pytest.skip("generated requests leave max_tokens out: each would fill SmolLM2's context")
     client = client_table.CLIENTS[name]
     if (command := client.command(environments)) is None:
         pytest.skip(f"{client.environment} is not installed (make test-clients)")

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 PROGRAMS = Path(__file__).parents[1] / "clients" / "programs"
 # Most seconds that one program may take, on a busy machine too.
@@ -120,23 +119,25 @@ CLIENTS = {
 
 
 def markdown(results: dict[tuple[str, str], tuple[str, dict[str, str | None]]], models: Sequence[str]) -> str:
-    """Return the table of clients: (client, model) -> version and errors of cases, as Markdown."""
-    lines = [f"| client | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
+    """Return the table of clients as Markdown, and the lines that configure them.
+
+    results  (client, model) -> version and errors of cases
+    """
+    lines = [f"| client | version | {' | '.join(models)} |", "|---" * (len(models) + 2) + "|"]
     setups = []
     for name, client in CLIENTS.items():
-        versions = {version for (other, _), (version, _) in results.items() if other == name}
-        if not versions:
-            continue
-        cells = [_cell(results.get((name, model))) for model in models]
-        lines.append(f"| {' '.join(versions)} | {' | '.join(cells)} |")
-        setups += [f"{name}:", "", *(f"    {line}" for line in client.setup), ""]
+        runs = [results.get((name, model)) for model in models]
+        version = next((run[0] for run in runs if run), None)
+        if version is not None:
+            lines.append(f"| {name} | {version} | {' | '.join(map(_cell, runs))} |")
+            setups += [f"{name}:", "", *(f"    {line}" for line in client.setup), ""]
     return "\n".join([*lines, "", *setups])
 
 
-def _cell(result: Any) -> str:
+def _cell(result: tuple[str, dict[str, str | None]] | None) -> str:
     if result is None:
         return ""
-    errors = result[1]
+    _, errors = result
     failed = [case for case, error in errors.items() if error is not None]
     works = f"{len(errors) - len(failed)} of {len(errors)}"
     return f"{works}; not {', '.join(failed)}" if failed else works

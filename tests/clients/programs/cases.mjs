@@ -6,8 +6,8 @@ import { z } from "zod";
 
 export const URL = process.env.MLAFORGE_URL;
 export const MODEL = process.env.MLAFORGE_MODEL;
-export const QUESTION = "What is the weather in Paris?";
 // As in cases.py.
+export const QUESTION = "Say only the word yes: is Paris sunny?";
 export const MAX_TOKENS = 48;
 export const PARAMETERS = {
   type: "object",

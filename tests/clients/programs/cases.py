@@ -22,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field
 URL = os.environ["MLAFORGE_URL"]
 MODEL = os.environ["MLAFORGE_MODEL"]
 
-QUESTION = "What is the weather in Paris?"
+# SmolLM2 answers it in a few words: some clients refuse an answer that max_tokens cuts.
+QUESTION = "Say only the word yes: is Paris sunny?"
 # Enough for each answer that must be complete. One call in an answer: small models would repeat themselves.
 MAX_TOKENS = 48
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
