@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.attack.grammars import BOMBS, PATTERNS, schema
-from mlaforge.serving.protocol import HARMLESS, REFUSED, ChatRequest, CompletionRequest
+from mlaforge.serving.app import REQUESTS
+from mlaforge.serving.protocol import HARMLESS, REFUSED
 
 COMPLETIONS, CHAT = PATHS = ("/v1/completions", "/v1/chat/completions")
-FIELDS = {COMPLETIONS: sorted(CompletionRequest.model_fields), CHAT: sorted(ChatRequest.model_fields)}
+RESPONSES, MESSAGES, TOKENIZE = "/v1/responses", "/v1/messages", "/tokenize"
+FIELDS = {path: sorted(REQUESTS[path].model_fields) for path in (*PATHS, RESPONSES, MESSAGES, TOKENIZE)}
 TEXTS = ("", "x", " ", "\n", "\u0000", "é", "\u202e", "😀", "\ufeff", "\\", '"', "</s>", "<|im_start|>", "a" * 300, "0")
 NUMBERS: tuple[Any, ...] = (
     0, 1, 2, 3, -1, 16, 0.5, 1.0, 1.5, -0.0, 1e-6, 1e308, -1e308, 5e-324, 2**31 - 1, 2**31, 2**53 + 1, 2**63, 2**64,
@@ -40,7 +42,9 @@ KEYS = (
 ODD_PATHS = (
     *PATHS, *PATHS, "/v1/completions/", "/v1/chat/completions/", "//v1/completions", "/v1/../v1/completions",
     "/v1/models", "/v1/models/%00", "/v1/models/" + "x" * 5000, "/health", "/metrics", "/docs", "/", "/version",
-    "/v1/embeddings", "/v1/completions?x=1", "/v1/completions%20", "/%ff",
+    "/v1/embeddings", "/v1/completions?x=1", "/v1/completions%20", "/%ff", "/openapi.json", "/ping", "/detokenize",
+    "/v1/responses/resp_x", "/v1/responses/" + "x" * 5000, "/v1/responses/resp_x/input_items?limit=0",
+    "/v1/messages/count_tokens", "/v1/v1/messages", "/chat/completions",
 )  # fmt: skip
 # A client of a long answer goes after so many seconds.
 LEAVES = 4.0
@@ -80,9 +84,11 @@ def base(dice: random.Random, path: str) -> dict[str, Any]:
         dice.choices(("the", "sky", "is", "blue", "why", "and", "what", "1", "2", "é", "\n"), k=dice.randrange(1, 24))
     )
     most = dice.randrange(1, 9)
-    return {"prompt": words, "max_tokens": most} if path == COMPLETIONS else {
-        "messages": [{"role": "user", "content": words}], "max_tokens": most,
-    }  # fmt: skip
+    if path == RESPONSES:
+        return {"input": words, "max_output_tokens": most}
+    if path in (COMPLETIONS, TOKENIZE):
+        return {"prompt": words, **({"max_tokens": most} if path == COMPLETIONS else {})}
+    return {"messages": [{"role": "user", "content": words}], "max_tokens": most}
 
 
 def encode(body: Any) -> bytes:
@@ -100,7 +106,7 @@ def _surrogates(body: Any) -> bool:
 def request(kind: str, path: str, body: Any, **more: Any) -> Request:
     """Of a body as Python has it; how long its answer may become decides when the client goes."""
     known = body if isinstance(body, dict) else {}
-    limits = [known.get(name) for name in ("max_tokens", "max_completion_tokens") if name in known]
+    limits = [known.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if name in known]
     short = any(type(limit) is int and limit <= 64 for limit in limits)
     raw = body if isinstance(body, bytes) else encode(body)
     if not short and not isinstance(body, bytes):
@@ -110,8 +116,13 @@ def request(kind: str, path: str, body: Any, **more: Any) -> Request:
 
 def valid(dice: random.Random) -> Request:
     """What the docs offer: it must be answered."""
-    path = dice.choice(PATHS)
+    path = dice.choice((*PATHS, *PATHS, RESPONSES, MESSAGES, TOKENIZE))
     body = base(dice, path)
+    if path not in PATHS:
+        offered = {"stream": True, "temperature": 0.5, "metadata": {"user_id": "x"}, "store": False, "unknown": 1}
+        names = ("metadata", "unknown") if path == TOKENIZE else sorted(offered)
+        body |= {name: offered[name] for name in dice.sample(names, dice.randrange(3))}
+        return request("valid", path, body, expected=(200,), leave=None if dice.random() > 0.15 else dice.random() / 2)
     offers: dict[str, Callable[[], Any]] = {
         "stream": lambda: True, "n": lambda: dice.randrange(1, 5), "temperature": lambda: dice.uniform(0, 2),
         "top_p": lambda: dice.uniform(0.01, 1), "top_k": lambda: dice.choice((-1, 0, 1, 50)),
@@ -135,7 +146,7 @@ def valid(dice: random.Random) -> Request:
 
 def fields(dice: random.Random) -> Request:
     """Any value in any field."""
-    path = dice.choice(PATHS)
+    path = dice.choice(sorted(FIELDS))
     names = (*FIELDS[path], *FIELDS[path], *HARMLESS, *REFUSED, "prompt", "messages", "temprature", "x" * 300)
     return request(
         "fields", path, base(dice, path) | {n: value(dice) for n in dice.sample(names, dice.randrange(1, 4))}
@@ -143,12 +154,12 @@ def fields(dice: random.Random) -> Request:
 
 
 def anything(dice: random.Random) -> Request:
-    return request("any JSON", dice.choice(PATHS), value(dice, 5), expected=(200, 400, 404, 422))
+    return request("any JSON", dice.choice(sorted(FIELDS)), value(dice, 5), expected=(200, 400, 404, 422))
 
 
 def damaged(dice: random.Random) -> Request:
     """A body with bytes cut out, put in or changed."""
-    path = dice.choice(PATHS)
+    path = dice.choice(sorted(FIELDS))
     raw = bytearray(encode(base(dice, path) | {"temperature": 0.5, "stop": ["é"]}))
     for _ in range(dice.randrange(1, 4)):
         at = dice.randrange(len(raw) + 1)

@@ -84,20 +84,23 @@ async def send(client: httpx.AsyncClient, request: fuzz.Request) -> str:
         raise Fault(f"a traceback in the answer: {answer.text[-300:]}")
     if status in REFUSALS or status == 503:
         if request.method != "HEAD":
-            _check_refusal(answer)
+            _check_refusal(answer, anthropic=request.path.rstrip("/").startswith(fuzz.MESSAGES))
     elif status == 200 and request.method == "POST" and "completions" in request.path:
         _check_answer(answer)
+    elif status == 200 and request.method == "POST" and request.path in (fuzz.RESPONSES, fuzz.MESSAGES):
+        _check_typed_answer(answer)
     return str(status)
 
 
-def _check_refusal(answer: httpx.Response) -> None:
+def _check_refusal(answer: httpx.Response, anthropic: bool) -> None:
     try:
         error = answer.json()["error"]
-        right = set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"]
+        names = set(error) - {"details"} if anthropic else set(error) - {"param", "code"}
+        right = names == {"message", "type"} and error["message"] and error["type"]
     except (ValueError, KeyError, TypeError):
         right = False
     if not right:
-        raise Fault(f"a refusal ({answer.status_code}) that is not in OpenAI's shape: {answer.text[:300]}")
+        raise Fault(f"a refusal ({answer.status_code}) that is not in the shape of its API: {answer.text[:300]}")
     if len(answer.content) > 5000:
         raise Fault(f"a refusal of {len(answer.content)} bytes: {answer.text[:300]}")
 
@@ -114,3 +117,14 @@ def _check_answer(answer: httpx.Response) -> None:
     for event in events[:-1]:
         if "error" in json.loads(event):
             raise Fault(f"an error in a stream: {event[:300]}")
+
+
+def _check_typed_answer(answer: httpx.Response) -> None:
+    """The last event of a stream says how the answer ended."""
+    if "text/event-stream" not in answer.headers.get("content-type", ""):
+        if not answer.json().get("id"):
+            raise Fault(f"an answer without an id: {answer.text[:300]}")
+        return
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n") if line.startswith("data: ")]
+    if not events or events[-1]["type"] not in ("response.completed", "response.incomplete", "message_stop"):
+        raise Fault(f"a stream that does not end: {answer.text[-300:]}")

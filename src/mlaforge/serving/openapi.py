@@ -17,6 +17,8 @@ _ERRORS = {
     415: "The body is not uncompressed JSON in UTF-8.", 429: "Too many requests are waiting.",
     500: "The model or the server failed.", 503: "The server is starting, shutting down or has failed.",
 }  # fmt: skip
+# pydantic's names of keywords behind a validator -> those of JSON Schema.
+_KEYWORDS = {"ge": "minimum", "le": "maximum"}
 _ERROR = {
     "type": "object", "required": ["error"],
     "properties": {"error": {
@@ -54,11 +56,13 @@ def document(app: FastAPI, requests: Mapping[str, type[BaseModel]]) -> dict[str,
 
 
 def _open(schema: Any) -> Any:
-    """Return a schema whose objects may have more fields, which are ignored."""
+    """Return a schema of pydantic's whose objects may have more fields, which are ignored."""
     if isinstance(schema, list):
         return [_open(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        name: _open(value) for name, value in schema.items() if not (name == "additionalProperties" and value is False)
+        _KEYWORDS.get(name, name): _open(value)
+        for name, value in schema.items()
+        if not (name == "additionalProperties" and value is False)
     }

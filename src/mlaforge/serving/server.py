@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import math
 import signal
 import socket
@@ -98,4 +99,8 @@ def run(engine: SyncEngine, config: ServeConfig) -> None:
     runtime.log(f"serving {service.model} on http://{host}:{port}/v1")
     if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_key:
         runtime.log("no API key is set: every client that can reach this address may use the server")
+    # A full collection visits every object of the model and of the libraries, which are never garbage, and stops all
+    # requests: 0.23 s with SmolLM2-135M, and microseconds once they are frozen.
+    gc.collect()
+    gc.freeze()
     DrainingServer(server_config, service).run(sockets=[listener])
