@@ -41,7 +41,6 @@ EXPECTED = {
             "pydantic-ai": {"responses_structured_PromptedOutput", "chat_structured_PromptedOutput"},
             "instructor": {"json"},
         },
-        "it prolongs a list of objects until max_tokens": {"instructor": {"iterable"}},
     },
     "harmony": {
         "the client sends the schema as text of the prompt, which the tiny model does not read": {
