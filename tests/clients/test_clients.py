@@ -103,9 +103,9 @@ def test_client(name, served, environments, results, tmp_path):
     environment = {
         **dict.fromkeys(("DO_NOT_TRACK", "LITELLM_LOCAL_MODEL_COST_MAP", "HF_HUB_OFFLINE"), "true"),
         "HAYSTACK_TELEMETRY_ENABLED": "false", "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": f"{url}/v1",
-        "PATH": os.environ["PATH"], "HOME": str(tmp_path), "MLAFORGE_URL": f"{url}/v1", "MLAFORGE_MODEL": "m",
+        "PATH": os.environ["PATH"], "MLAFORGE_URL": f"{url}/v1", "MLAFORGE_MODEL": "m",
     }  # fmt: skip
-    version, errors = results[name, model] = client.run(command, **environment)
+    version, errors = results[name, model] = client.run(command, tmp_path, **environment)
     expected = set().union(*(cases.get(name, set()) for cases in EXPECTED[model].values()))
     failed = {case: error for case, error in errors.items() if error is not None}
     assert set(failed) == expected, (version, failed)

@@ -34,10 +34,16 @@ class Client:
             interpreter = python if python.exists() else None
         return interpreter and [str(interpreter), str(PROGRAMS / self.program), *self.arguments]
 
-    def run(self, command: list[str], **environment: str) -> tuple[str, dict[str, str | None]]:
-        """Run the program; return the client's version, and each case with its error or None."""
+    def run(self, command: list[str], folder: Path, **environment: str) -> tuple[str, dict[str, str | None]]:
+        """Run the program in a folder, its home; return the client's version, and each case with its error or None."""
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False, cwd=PROGRAMS
+            command,
+            env={"HOME": str(folder), **environment},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         first, *lines = [json.loads(line) for line in done.stdout.splitlines()]
