@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Python of an environment with vLLM; by default one is made.
 VLLM ?= .venv-vllm/bin/python
 
-.PHONY: demo architecture docs test test-slow test-vllm lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
+.PHONY: demo architecture docs test test-slow test-vllm test-clients lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
   bench-load bench-serving bench-kernels bench-speculation bench-healing bench-front front bench gpu-static attack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -50,6 +50,19 @@ test-vllm: $(VENV)/.ready $(VLLM)
 	$(VLLM) -m pip install --quiet --no-deps .
 	MLAFORGE_VLLM_PYTHON=$(abspath $(VLLM)) $(BIN)/python -m pytest -m slow -k vllm tests/vllm_plugin \
 	  tests/conversion/test_deepseek.py
+
+# Client libraries at pinned versions; pins of openai divide them into two environments. Node is optional.
+.venv-clients/.ready: tests/clients/requirements.txt tests/clients/requirements-openai2.txt tests/clients/package.json
+	$(PYTHON) -m venv .venv-clients/openai3
+	$(PYTHON) -m venv .venv-clients/openai2
+	.venv-clients/openai3/bin/pip install --quiet -r tests/clients/requirements.txt
+	.venv-clients/openai2/bin/pip install --quiet -r tests/clients/requirements-openai2.txt
+	if command -v npm; then npm install --prefix tests/clients --no-package-lock --no-audit --no-fund; fi
+	touch $@
+
+# Writes results/clients.md: what works with which version.
+test-clients: $(VENV)/.ready .venv-clients/.ready
+	MLAFORGE_CLIENTS=$(abspath .venv-clients) $(BIN)/python -m pytest -m slow tests/clients
 
 bench-conversion: $(VENV)/.ready
 	$(BIN)/python benchmarks/conversion.py --data ../shared/data
@@ -112,4 +125,4 @@ attack: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.attack $(if $(SHARE),--share $(SHARE)) $(if $(MODEL),--model $(MODEL))
 
 clean:
-	rm -rf $(VENV) .venv-vllm runs build site *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-clients tests/clients/node_modules runs build site *.egg-info

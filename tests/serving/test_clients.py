@@ -6,15 +6,14 @@ Both are installed in separate environments; see docs/serving.md, section "Real 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
 from mlaforge.checkpoint import source_model
-from support.serving import free_port, name_vllm, until
+from support.served_process import served_process
+from support.serving import name_vllm
 from support.tiny_models import load_original
 
 TASKS = Path(__file__).with_name("lm_eval")
@@ -25,28 +24,8 @@ pytestmark = pytest.mark.slow
 def served(request, tiny_models, tmp_path_factory):
     """(model's directory, url) of `mlaforge serve` in a subprocess, in fp32."""
     directory = tiny_models["llama"] if request.param == "tiny" else request.getfixturevalue("smollm2")
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-m", "mlaforge", "serve", str(directory), "--port", str(port), "--dtype", "float32"]
-    command += ["--cache-bytes", str(2**28)]
-    log = tmp_path_factory.mktemp("serve") / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen([*command, "--served-model-name", "m"], stdout=out, stderr=out)
-
-    def answers():
-        assert process.poll() is None, log.read_text()
-        try:
-            return httpx.get(f"{url}/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    try:
-        until(answers, 120)
+    with served_process(directory, tmp_path_factory.mktemp("serve") / "log") as url:
         yield directory, url
-    finally:
-        process.terminate()
-        process.wait(60)
-    assert process.returncode == 0, log.read_text()
-    assert "Traceback" not in log.read_text()
 
 
 def executable(variable):
