@@ -14,7 +14,8 @@ def fuzz(mode, *checks):
     command = [Path(sys.executable).with_name("st"), "run", f"{SERVER}/openapi.json", "--checks", ",".join(checks)]
     command += ["--phases", "examples,fuzzing", "--mode", mode, "--max-examples", "20", "--seed", "0"]
     command += ["--suppress-health-check", "all", "--request-timeout", "60", "--no-color", "--generation-database=none"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "120"})
+    hooks = {"SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(Path(__file__).parent), "COLUMNS": "120"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **hooks})
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
