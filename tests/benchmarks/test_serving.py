@@ -25,7 +25,7 @@ def serving(monkeypatch):
 
 def test_arrivals_are_poisson_and_reproducible(serving):
     texts = serving.Texts(lambda text, **_: {"input_ids": list(range(40))})
-    options = argparse.Namespace(requests=4000, prompt=20, answer=3)
+    options = argparse.Namespace(requests=4000, prompt=20, answer=3, long=0)
     answers, repeated = (list(texts.steady(random.Random("0 4.0"), 4.0, options)) for _ in range(2))
     assert answers == repeated
     gaps = [b.arrives - a.arrives for a, b in itertools.pairwise(answers)]
@@ -37,7 +37,9 @@ def test_arrivals_are_poisson_and_reproducible(serving):
 
 
 def test_measurements_of_answers(serving):
-    answers = [serving.Answer(0.0, [1], 3, [0.5, 0.6, 0.8]), serving.Answer(1.0, [1], 2, [1.25, 2.0])]
+    answers = [
+        serving.Answer(0.0, [1], 3, times=[0.5, 0.6, 0.8]), serving.Answer(1.0, [1], 2, times=[1.25, 2.0]),
+    ]  # fmt: skip
     row = serving.measured(answers)
     assert (row["requests_per_second"], row["tokens_per_second"]) == (1.0, 2.5)
     assert row["ttft"]["p50"] == 0.375 and row["gap"]["p50"] == 0.2 and 0.7 < row["gap"]["p99"] < 0.75
@@ -49,3 +51,15 @@ def test_measurements_of_answers(serving):
     assert serving.summary(rows[-3:]) == [{"rate": None, "side": "today", "together": [1, 1]}]
     text = serving.table([*lines, *serving.summary(rows[-3:])])
     assert text.splitlines()[0].split() == list(lines[0]) and text.endswith("today: [1, 1]")
+
+
+def test_a_share_of_the_prompts_is_long(serving):
+    texts = serving.Texts(lambda text, **_: {"input_ids": list(range(40))})
+    options = argparse.Namespace(requests=2000, prompt=20, answer=3, long=0.25, long_prompt=(100, 200))
+    answers = list(texts.steady(random.Random(0), 4.0, options))
+    assert {answer.long for answer in answers if len(answer.prompt) >= 100} == {True}
+    assert sum(answer.long for answer in answers) / 2000 == pytest.approx(0.25, abs=0.03)
+    for answer in answers:
+        answer.times = [answer.arrives + (2.0 if answer.long else 1.0)]
+    row = serving.measured(answers)
+    assert set(row["short"]) == {1.0} and set(row["long"]) == {2.0}

@@ -42,8 +42,10 @@ def test_invalid_value_is_one_line_that_names_the_field(name, value):
 
 
 def test_only_one_grammar():
-    with pytest.raises(UserError, match=r"regex = 'a' stands beside json_schema"):
+    with pytest.raises(UserError, match="regex stands beside json_schema; give one of them"):
         SamplingParams(regex="a", json_schema={})
+    with pytest.raises(UserError, match="grammar stands beside regex; give one of them"):
+        SamplingParams(regex="a", grammar="start: A")
 
 
 def test_a_value_without_a_one_line_repr_is_shown_in_one_line():
