@@ -145,3 +145,13 @@ def test_what_cannot_be_followed_is_refused_or_named(engine):
             assert forced.status_code == status
         assert "unsatisfiable" in forced.headers["x-mlaforge-warning"]
         served.settles()
+
+
+@pytest.mark.parametrize("schema", [
+    '{"items":' * 400 + "{}" + "}" * 400, "[" * 100_000, '{"enum": [' + "[]," * 100_000 + "1]}", "null", "5", "{",
+], ids=["deep", "deeper", "large", "null", "number", "no JSON"])  # fmt: skip
+def test_schemas_as_text_are_refused_before_they_are_walked(engine, schema):
+    with serving(engine) as served:
+        for field in ({"guided_json": schema}, {"structured_outputs": {"json": schema}}):
+            answer = served.post("/v1/completions", json={"prompt": "x", "max_tokens": 1} | field)
+            assert "json_schema" in served.refused(answer, 400)

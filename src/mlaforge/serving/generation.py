@@ -34,6 +34,8 @@ from mlaforge.serving.wire import ApiError
 
 # The client closed the connection before the response: nginx's status code, for the metrics alone.
 CLIENT_CLOSED_REQUEST = 499
+# Tokens whose parsing blocks other requests for about 10 ms.
+PARSED_TOKENS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +148,11 @@ def warning_header(warnings: list[str]) -> dict[str, str]:
 
 
 def _is_long(output: RequestOutput) -> bool:
-    """Return whether serialising an output's log probabilities takes so long that it is done in a thread."""
-    counts = [len(completion.logprobs or ()) for completion in output.outputs]
-    return output.prompt_logprobs is not None or sum(counts) > wire.SLICE
+    """Return whether parsing an output's tokens and serialising its log probabilities take so long that they are done
+    in a thread."""
+    tokens = sum(len(completion.token_ids) for completion in output.outputs)
+    logprobs = sum(len(completion.logprobs or ()) for completion in output.outputs)
+    return output.prompt_logprobs is not None or logprobs > wire.SLICE or tokens > PARSED_TOKENS
 
 
 def _unavailable(error: EngineUnavailable) -> ApiError:

@@ -5,6 +5,7 @@ Source: the API reference of OpenAI's Responses API and the types of the package
 
 from __future__ import annotations
 
+import abc
 import base64
 import binascii
 import uuid
@@ -41,7 +42,7 @@ class ReasoningPart(Strict):
     text: str
 
 
-class Item(Strict):
+class Item(Strict, abc.ABC):
     """An item of a conversation. Items of responses may be sent back unchanged."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"created_by", "caller", "async"})
@@ -49,9 +50,9 @@ class Item(Strict):
     id: str | None = None
     status: str | None = None
 
+    @abc.abstractmethod
     def as_item(self) -> dict[str, Any]:
         """Return the item as the API lists it, with an id."""
-        raise NotImplementedError
 
     def _head(self, prefix: str) -> dict[str, Any]:
         return {"id": self.id or f"{prefix}_{uuid.uuid4().hex}", "status": self.status or "completed"}

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from mlaforge.engine.sampling.grammar_limits import check_schema, check_size
+from mlaforge.runtime import UserError
 from mlaforge.serving.json_schemas import closed, lenient, normalized, open_schema
 from mlaforge.serving.strict import Strict
 from mlaforge.serving.wire import ApiError
@@ -30,37 +32,39 @@ _REFUSED = {
 class Constraint:
     """What an answer must match.
 
-    field     field of the request
-    kind      field of SamplingParams: "json_schema" or "regex"
-    value     its value
-    strict    whether a schema that cannot be followed completely is refused
-    fallback  schema in place of one that cannot be followed at all; None: any object or list, as the schema's type
+    field   field of the request
+    kind    field of SamplingParams: "json_schema" or "regex"
+    value   its value
+    strict  whether a schema that cannot be followed completely is refused
     """
 
     field: str
     kind: str
     value: Any
     strict: bool = True
-    fallback: dict[str, Any] | None = None
 
     def candidates(self) -> list[Any]:
-        """Return the values to try in turn: as requested; without keywords that llguidance lacks; the fallback."""
+        """Return the values to try in turn: as requested; without keywords that llguidance lacks; any object or
+        list."""
         schema = _parsed(self.value) if self.kind == "json_schema" else None
         if schema is None:
             return [self.value]
         schema = normalized(schema)
         if self.strict:
             return [schema]
-        return [schema, lenient(schema), self.fallback or open_schema(schema)]
+        return [schema, lenient(schema), open_schema(schema)]
 
 
 def _parsed(schema: Any) -> Mapping[str, Any] | None:
-    """Return a schema as an object; None for one that SamplingParams will refuse."""
-    if isinstance(schema, str):
-        try:
+    """Return a schema as an object; None for one that SamplingParams will refuse. The size is checked first: parsing a
+    large text takes seconds, and walking a deep one exceeds Python's recursion limit."""
+    try:
+        if isinstance(schema, str):
+            check_size("json_schema", schema)
             schema = json.loads(schema)
-        except (ValueError, RecursionError):
-            return None
+        check_schema(schema)
+    except (UserError, ValueError, RecursionError):
+        return None
     return schema if isinstance(schema, Mapping) else None
 
 

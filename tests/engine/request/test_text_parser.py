@@ -137,8 +137,8 @@ def test_calls_beside_those_of_unknown_tools():
         ("mistral", f"[TOOL_CALLS][{known}, {UNKNOWN}, {known}]", f", {UNKNOWN}"),
         ("llama3_json", f"<|python_tag|>{UNKNOWN}; {known}", f"<|python_tag|>{UNKNOWN}"),
     ):  # fmt: skip
-        found = same_in_pieces(text, tool_format)
-        assert found[0] == content and [name for name, _ in found[2]] == ["get_time"] * text.count(known)
+        calls = same_in_pieces(text, tool_format)
+        assert calls[0] == content and [name for name, _ in calls[2]] == ["get_time"] * text.count(known)
 
 
 def test_without_tools_calls_are_content():
@@ -167,8 +167,8 @@ def test_reasoning(text, inside, content, reasoning):
 
 def test_a_call_after_reasoning_about_it():
     call = f'<tool_call>{{"name": "weather", "arguments": {ROME}}}</tool_call>'
-    found = same_in_pieces(f"<think>{call}?</think>\n\n{call}", "hermes", reasoning=True)
-    assert found == ("", f"{call}?", [["weather", ROME]])
+    calls = same_in_pieces(f"<think>{call}?</think>\n\n{call}", "hermes", reasoning=True)
+    assert calls == ("", f"{call}?", [["weather", ROME]])
 
 
 def test_special_tokens_are_dropped():
@@ -289,11 +289,11 @@ def test_truncation_loses_nothing(answer):
     structure = {*re.findall(r"\w+", " ".join(CALL_FORMATS[tool_format].markers)), "think", "name", "arguments", "id"}
     structure |= {"parameters", "type", "function", "null", "a1", "x", "a", "1", "ud83d", "ude42", "n"}
     for end in range(len(text)):
-        content, reasoning, found = parse([text[:end]], tool_format, reasoning=True)
-        message = " ".join((content, reasoning, *(part for call in found for part in call)))
+        content, reasoning, partial_calls = parse([text[:end]], tool_format, reasoning=True)
+        message = " ".join((content, reasoning, *(part for call in partial_calls for part in call)))
         lost = {word for word in re.findall(r"\w+", text[:end]) if word not in message}
         assert all(any(known.startswith(word) for known in structure) for word in lost), (text[:end], lost)
-        for (name, arguments), (full_name, full) in zip(found, calls, strict=False):
+        for (name, arguments), (full_name, full) in zip(partial_calls, calls, strict=False):
             assert name == full_name and full.startswith(arguments)
 
 

@@ -48,7 +48,8 @@ def _calls(tools: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], str]:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    options = {"whitespace_pattern": WHITE_SPACE, **schema.get("x-guidance", {})}
+    settings = schema.get("x-guidance")
+    options = {"whitespace_pattern": WHITE_SPACE, **(settings if isinstance(settings, Mapping) else {})}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 

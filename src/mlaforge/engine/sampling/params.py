@@ -55,8 +55,7 @@ class SamplingParams:
     itself); None reports nothing. `max_tokens` None generates up to the end of the model's context; 0 only reads the
     prompt and needs `prompt_logprobs`. `top_k` 0 or -1 keeps all tokens. `seed` None or -1 is fresh entropy.
     `json_schema` is a schema or its JSON text; docs/serving.md has its limits. At most one of json_schema, regex and
-    grammar is set. Lists become tuples, one `stop` string a
-    tuple of one.
+    grammar is set. Lists become tuples, one `stop` string a tuple of one.
 
     Raises UserError for the first field whose value is wrong.
     """
@@ -148,6 +147,8 @@ class SamplingParams:
         for index, token in enumerate(ids):
             _whole(f"stop_token_ids[{index}]", token, 0, "a whole number of at least 0")
         self._set("stop_token_ids", ids)
+        if self.stop_channel is not None and not isinstance(self.stop_channel, str):
+            raise _wrong("stop_channel", self.stop_channel, "the name of a harmony channel, or None")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculate", "dense"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "true or false")
