@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from mlaforge.config import nearest
 from mlaforge.serving.anthropic_messages import ChatMessages, Message, TextBlock, text_blocks
 from mlaforge.serving.protocol import MAX_TEMPERATURE, StopString
-from mlaforge.serving.strict import Strict, Whole, api_error
+from mlaforge.serving.strict import RequestModel, Strict, Whole, api_error
 from mlaforge.serving.wire import ApiError
 
 # Reasoning effort -> smallest budget in tokens: those of Gemini's OpenAI-compatible API. Claude Code's words "think",
@@ -93,7 +93,7 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-class MessagesRequest(Strict):
+class MessagesRequest(RequestModel):
     """Request of /v1/messages; that of /v1/messages/count_tokens has fewer fields. `output_format` is the beta's name
     of output_config.format."""
 
@@ -116,13 +116,6 @@ class MessagesRequest(Strict):
     thinking: Thinking | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
     output_format: OutputFormat | None = None
-
-    # Parts of the request that have no effect.
-    _warnings: list[str] = PrivateAttr(default_factory=list)
-
-    @property
-    def warnings(self) -> list[str]:
-        return self._warnings
 
     @classmethod
     def read(cls, payload: dict[str, Any]) -> Self:

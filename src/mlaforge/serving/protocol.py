@@ -11,14 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
+from pydantic import ConfigDict, Field, ValidationError, WithJsonSchema
 
 from mlaforge.config import nearest
 from mlaforge.engine.request.output import NonFiniteLogits
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import UserError
 from mlaforge.serving.messages import AllowedToolChoice, ChatMessage, NamedTool, Tool
-from mlaforge.serving.strict import Strict, Whole, api_error, are_fields_strict, log_ignored
+from mlaforge.serving.strict import RequestModel, Strict, Whole, api_error, are_fields_strict, log_ignored
 from mlaforge.serving.structured_outputs import Constraint, ResponseFormat, StructuredOutputs
 from mlaforge.serving.tool_calls import ToolSchemas, calls_schema
 from mlaforge.serving.wire import ApiError
@@ -75,7 +75,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
-class Generation(Strict):
+class Generation(RequestModel):
     """Fields that both endpoints share."""
 
     # Fields refused by this endpoint, beside REFUSED.
@@ -114,13 +114,6 @@ class Generation(Strict):
     guided_json: dict[str, Any] | str | None = None
     structured_outputs: StructuredOutputs | None = None
     return_tokens_as_token_ids: bool = False
-
-    # Fields of the request that have no effect.
-    _warnings: list[str] = PrivateAttr(default_factory=list)
-
-    @property
-    def warnings(self) -> list[str]:
-        return self._warnings
 
     @classmethod
     def read(cls, payload: dict[str, Any]) -> Self:

@@ -7,7 +7,7 @@ import contextvars
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError, model_validator
 
 from mlaforge.runtime import log
 from mlaforge.serving.wire import ApiError
@@ -75,6 +75,16 @@ class Strict(BaseModel):
         for name in present.keys() - known:
             log_ignored(cls.__name__, name)
         return {name: field for name, field in present.items() if name in known}
+
+
+class RequestModel(Strict):
+    """Base model of the request of an endpoint. `warnings` name its parts that have no effect."""
+
+    _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def warnings(self) -> list[str]:
+        return self._warnings
 
 
 def api_error(error: ValidationError, payload: Any) -> ApiError:

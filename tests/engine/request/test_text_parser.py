@@ -137,8 +137,8 @@ def test_calls_beside_those_of_unknown_tools():
         ("mistral", f"[TOOL_CALLS][{known}, {UNKNOWN}, {known}]", f", {UNKNOWN}"),
         ("llama3_json", f"<|python_tag|>{UNKNOWN}; {known}", f"<|python_tag|>{UNKNOWN}"),
     ):  # fmt: skip
-        calls = same_in_pieces(text, tool_format)
-        assert calls[0] == content and [name for name, _ in calls[2]] == ["get_time"] * text.count(known)
+        message = same_in_pieces(text, tool_format)
+        assert message[0] == content and [name for name, _ in message[2]] == ["get_time"] * text.count(known)
 
 
 def test_without_tools_calls_are_content():
@@ -167,8 +167,8 @@ def test_reasoning(text, inside, content, reasoning):
 
 def test_a_call_after_reasoning_about_it():
     call = f'<tool_call>{{"name": "weather", "arguments": {ROME}}}</tool_call>'
-    calls = same_in_pieces(f"<think>{call}?</think>\n\n{call}", "hermes", reasoning=True)
-    assert calls == ("", f"{call}?", [["weather", ROME]])
+    message = same_in_pieces(f"<think>{call}?</think>\n\n{call}", "hermes", reasoning=True)
+    assert message == ("", f"{call}?", [["weather", ROME]])
 
 
 def test_special_tokens_are_dropped():
