@@ -206,6 +206,12 @@ def test_rejects_request_id_in_use(llm):
     assert engine.step() == []
 
 
+def test_rejects_a_channel_without_harmony(llm):
+    params = SamplingParams(stop="x", stop_channel="final")
+    refused("stop_channel = 'final' needs a model that speaks harmony", llm.generate, [PROMPT], params)
+    idle(llm.engine)
+
+
 def test_aborting_in_every_state(llama):
     """Waiting, in the middle of the prompt, decoding, preempted: nothing of it is left, and the others go on."""
     oracle = Oracle(llama)

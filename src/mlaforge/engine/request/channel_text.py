@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlaforge.runtime import UserError
+
 _MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
 
 
 class ChannelText:
-    """Tells for each token of an answer whether it is text of a message on `channel`."""
+    """Tells for each token of an answer whether it is text of a message on `channel`. Raises UserError for a tokenizer
+    without harmony's tokens."""
 
     def __init__(self, tokenizer: Any, channel: str) -> None:
         self._tokenizer, self._channel = tokenizer, channel
-        self._marks = dict(zip(tokenizer.convert_tokens_to_ids(list(_MARKS)), _MARKS, strict=True))
+        ids = tokenizer.convert_tokens_to_ids(list(_MARKS))
+        if len({*ids} - {None, tokenizer.unk_token_id}) < len(_MARKS):
+            raise UserError(f"stop_channel = {channel!r} needs a model that speaks harmony")
+        self._marks = dict(zip(ids, _MARKS, strict=True))
         # Tokens of the current header after <|channel|>; None outside of headers.
         self._header: list[int] | None = None
         self._inside = False
