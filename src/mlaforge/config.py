@@ -16,7 +16,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -35,16 +35,47 @@ BOUNDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le,
 def option(
     default: Any, help: str, unit: str = "", choices: tuple[str, ...] = (), *, least: float | None = None,
     above: float | None = None, most: float | None = None, below: float | None = None, repeat: bool = False,
+    synonyms: Mapping[str, str] | None = None,
 ) -> Any:  # fmt: skip
     """Declare a dataclass field with its help text, unit, choices and bounds.
 
     A tuple is written as text with commas between its items; choices and bounds apply to each item. `repeat`: a tuple
-    of strings that may contain commas, such as paths, so that the option is repeated instead.
+    of strings that may contain commas, such as paths, so that the option is repeated instead. `synonyms`: other
+    programs' words for values, and the value of each.
     """
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
     metadata = {"help": help, "unit": unit, "choices": choices, "bounds": bounds, "repeat": repeat}
+    metadata["synonyms"] = synonyms or {}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherName:
+    """Another program's name of an option.
+
+    kind      type of its value on the command line
+    option    option of the same meaning, if there is one
+    neutral   without an option: the value that changes nothing
+    instead   without an option: what to do instead of giving another value
+    expand    function from a value to the options that mean the same, if they are several; it may raise UserError
+    """
+
+    kind: type
+    option: str | None = None
+    neutral: Any = None
+    instead: str = ""
+    expand: Callable[[Any], dict[str, Any]] | None = None
+
+    def options(self, name: str, value: Any) -> dict[str, Any]:
+        """Return the options that mean the same as `name` = `value`. Raises UserError if there are none."""
+        if self.expand is not None:
+            return self.expand(value)
+        if self.option is not None:
+            return {self.option: value}
+        if value != self.neutral:
+            raise UserError(f"{name} = {value!r} is not supported: {self.instead}")
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +83,13 @@ class Options:
     """Base class of a stage's options, validated on construction.
 
     `first` names the basic options, in the order in which help lists them; `panels` groups further options under a
-    title; the remaining ones are advanced. The constructor raises UserError for a wrong type or an illegal value.
-    Comma-separated lists may be given as text.
+    title; the remaining ones are advanced. `other_names` are accepted from recipes, the command line and `resolve`. The
+    constructor raises UserError for a wrong type or an illegal value. Comma-separated lists may be given as text.
     """
 
     first: ClassVar[tuple[str, ...]] = ()
     panels: ClassVar[dict[str, tuple[str, ...]]] = {}
+    other_names: ClassVar[Mapping[str, OtherName]] = {}
 
     def __post_init__(self) -> None:
         kinds = field_types(type(self))
@@ -151,6 +183,7 @@ def _checked(field: dataclasses.Field[Any], kind: Any, value: Any, where: str) -
         if field.default is None:
             return None
         raise UserError(f"{where}{name} needs {expected}, not nothing")
+    value = field.metadata["synonyms"].get(str(value), value)
     try:
         value = _typed(value, kind, choices) if item is None else _listed(value, item, field)
     except (ValueError, OverflowError) as error:
@@ -201,6 +234,28 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in keys.items()}
 
 
+def other_names(cls: type[Options]) -> dict[str, OtherName]:
+    """Return the other names of options that are no options themselves."""
+    return {name: other for name, other in cls.other_names.items() if name not in cls.__dataclass_fields__}
+
+
+def _renamed(cls: type[Options], keys: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the keys with other names replaced by options of the same meaning. Raises UserError, prefixed by `where`,
+    for a value without such options, and for an option that is set twice."""
+    names = other_names(cls)
+    renamed = {key: value for key, value in keys.items() if key not in names}
+    for name in filter(names.__contains__, keys):
+        try:
+            options = names[name].options(name, keys[name])
+        except UserError as error:
+            raise UserError(f"{where}{error}") from None
+        for key, value in options.items():
+            if key in renamed:
+                raise UserError(f"{where}{name} sets {key}, which is given too; give one of them")
+            renamed[key] = value
+    return renamed
+
+
 def resolve(cls: type[C], recipe: Path | None = None, **overrides: Any) -> C:
     """Return the stage's configuration: defaults <- recipe <- overrides that are not None.
 
@@ -212,7 +267,7 @@ def resolve(cls: type[C], recipe: Path | None = None, **overrides: Any) -> C:
         (f"recipe {recipe}: ", read_recipe(recipe) if recipe else {}),
         ("", {k: v for k, v in overrides.items() if v not in (None, [])}),
     ):
-        for key, value in keys.items():
+        for key, value in _renamed(cls, keys, where).items():
             # A field named like a Python keyword ends in an underscore; the recipe's key need not.
             key = f"{key}_" if f"{key}_" in fields else key
             if key not in fields:

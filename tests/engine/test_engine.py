@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.runtime import UserError
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
 
 PROMPT, OTHER, LONG = random_prompts(21, 30, 75, seed=5)
@@ -382,22 +381,6 @@ def test_several_conversations(llama):
         assert [output.prompt_token_ids for output in pair_outputs] == [output.prompt_token_ids for output in alone]
     pieces = [output for output in llm.stream_chat(talks, sampling_params=greedy(7)) if output.outputs[0].token_ids]
     assert len(pieces) == 14
-
-
-def test_vllms_names_of_options(llama):
-    small = {"dtype": "float32", "device": "cpu", "cache_bytes": 1 << 20}
-    config = LLM(llama, gpu_memory_utilization=0.25, enable_prefix_caching=False, **small).engine.config
-    assert (config.cache_fraction, config.prefix_caching) == (0.25, False)
-    for options, words in (
-        ({"gpu_memory_utilization": 0.25, "cache_fraction": 0.25}, "^gpu_memory_utilization is another name of cache_"),
-        ({"enable_prefix_caching": True, "prefix_caching": True}, "^enable_prefix_caching is another name of prefix_"),
-        ({"enable_prefix_caching": True, "config": config}, "^enable_prefix_caching is another name of prefix_"),
-        ({"dtype": "float32", "config": config}, "^dtype is given beside a config; put it into the config$"),
-        ({"gpu_memory_utilisation": 0.25}, "unknown key 'gpu_memory_utilisation'"),
-        ({"gpu_memory_utilization": 1.5}, "^cache_fraction = 1.5 must be above 0 and at most 1$"),
-    ):
-        with pytest.raises(UserError, match=words):
-            LLM(llama, **options)
 
 
 def test_answers_end_at_the_context_limit(llama, oracle):

@@ -349,6 +349,7 @@ def test_rejects_illegal_options(options, word):
 @pytest.mark.parametrize(("option", "words"), [
     (("--api-key", ""), "--api-key is empty, as an unset variable is; give a key, or omit it to serve without a key"),
     (("--api-key", " "), "--api-key is empty"), (("--client-timeout", "nan"), "client_timeout = nan must be above 0"),
+    (("--allowed-origins", '["*"]'), """allowed_origins = '["*"]' must be origins separated by commas, or *"""),
     (("--max-n", "100"), "max_n = 100 must be at most max_num_seqs = 64"),
     (("--max-n", "5", "--max-num-seqs", "4"), "max_n = 5 must be at most max_num_seqs = 4"),
 ])  # fmt: skip

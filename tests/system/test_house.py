@@ -34,6 +34,7 @@ cli
 """
 # The same inside engine/, where files and folders are packages.
 INSIDE_ENGINE = """
+vllm_names
 config
 cache sampling
 request execution

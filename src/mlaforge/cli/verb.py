@@ -99,11 +99,17 @@ def exit_by_verdict(
         raise typer.Exit(1)
 
 
+def _flag(name: str, kind: Any) -> str:
+    """Spelling of an option on the command line."""
+    name = name.replace("_", "-")
+    return f"--{name}/--no-{name}" if kind is bool else f"--{name}"
+
+
 def _option(field: dataclasses.Field[Any], kind: Any, panel: str | None) -> Any:
     """Typer option for a stage's field. Its Typer default is None, so that a recipe's value is not overridden."""
     # The name of a field may end in an underscore to avoid a Python keyword.
-    metadata, name, item = field.metadata, field.name.rstrip("_").replace("_", "-"), configuration.item_type(kind)
-    flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
+    metadata, item = field.metadata, configuration.item_type(kind)
+    flag = _flag(field.name.rstrip("_"), kind)
     default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
     text = configuration.described(field) + ("" if default is None else f" (default: {default})")
     metavar = "|".join(metadata["choices"])
@@ -139,6 +145,10 @@ def verb(on: typer.Typer, options: type[Options] | None = None) -> Callable[[Cal
                 panel = titles[0] if titles else None if name in first else ADVANCED
                 annotation = _option(fields[name], kinds[name], panel)
                 parameters.append(keyword(name, default=None, annotation=annotation))
+            for name, other in configuration.other_names(options).items():
+                annotation = Annotated[other.kind | None, typer.Option(_flag(name, other.kind), hidden=True)]
+                parameters.append(keyword(name, default=None, annotation=annotation))
+                names.append(name)
             parameters.append(keyword("recipe", default=None, annotation=Recipe))
 
         @functools.wraps(command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mlaforge.config import DTYPES, Options, option
+from mlaforge.engine import vllm_names
 from mlaforge.engine.config import ENGINE_DTYPES, EngineConfig
 
 # Minimum text length of `draft check` in tokens: a row of the head needs two, and its prediction a third.
@@ -15,6 +16,7 @@ SHORTEST = 3
 class RegenerateConfig(EngineConfig):
     """Options of `draft regenerate`."""
 
+    other_names = vllm_names.GENERATION
     first = ("prompts", "synthesize", "openings", "exclude", "max_new_tokens")
 
     prompts: tuple[str, ...] | None = option(

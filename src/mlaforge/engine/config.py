@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from mlaforge.config import DTYPES, Options, option
+from mlaforge.engine import vllm_names
 from mlaforge.ops.row_formats import format_names
 
 if TYPE_CHECKING:
@@ -29,10 +30,12 @@ DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, MAX_TREE_TOKENS = 3, 8, 64
 class EngineConfig(Options):
     """Options of the engine: of `generate`, `chat` and `serve`, and of `LLM`."""
 
+    other_names = vllm_names.ENGINE
+
     dtype: str = option(
         "auto", "format of the weights; auto: the checkpoint's dtype on a GPU, on a CPU bfloat16 where the processor "
         "or compiled kernels multiply it, else float32; int8 and int4 (CPU) quantize them, which costs quality",
-        choices=ENGINE_DTYPES,
+        choices=ENGINE_DTYPES, synonyms=vllm_names.DTYPES,
     )  # fmt: skip
     device: str = option("auto", "where to compute: auto, cpu, cuda, cuda:1, ...")
     cache_fraction: float | None = option(
@@ -44,6 +47,7 @@ class EngineConfig(Options):
         "auto",
         "format of the rows in the KV cache; auto: coded where the model is (convert --bits), else the model's dtype",
         choices=CACHE_DTYPES,
+        synonyms=vllm_names.CACHE_DTYPES,
     )
     dense: bool = option(False, "attend to the whole cache, though the model is sparse")
     topk: int | None = option(
@@ -52,7 +56,7 @@ class EngineConfig(Options):
     )  # fmt: skip
     generation_config: str = option(
         "auto", "auto: the model's generation_config.json sets the sampling parameters that a request leaves unset; "
-        "none: it is ignored", choices=("auto", "none"),
+        "none: it is ignored", choices=("auto", "none"), synonyms=vllm_names.GENERATION_CONFIGS,
     )  # fmt: skip
     block_size: int | None = option(
         None, "tokens per cache block (16; 32 with --kv-cache-dtype int4, which packs 32 tokens together)", "tokens",

@@ -39,17 +39,15 @@ class LLM:
         for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0.0, max_tokens=8)):
             print(output.outputs[0].text)
 
-    Options are those of EngineConfig, by name or as one `config`, not both. A prompt is a text or a list of token ids,
-    or vLLM's form of either, {"prompt": text} or {"prompt_token_ids": ids}; a conversation is a list of {"role",
-    "content"} turns, content as text or text parts. `sampling_params` is one for all, or one per request; None uses the
-    model's own (generation_config.json, unless `generation_config` is "none").
+    Options are those of EngineConfig, by mlaforge's or vLLM's name (vllm_names.py), or as one `config`, not both. A
+    prompt is a text or a list of token ids, or vLLM's form of either, {"prompt": text} or {"prompt_token_ids": ids}; a
+    conversation is a list of {"role", "content"} turns, content as text or text parts. `sampling_params` is one for
+    all, or one per request; None uses the model's own (generation_config.json, unless `generation_config` is "none").
 
     `harmony` False uses the chat template even where the tokenizer has harmony's tokens. `ignored_tools`: the reaction
     to a chat template that ignores `tools`, "error" or "log". `tool_call_parser` and `reasoning_parser` name the format
     of tool calls and of reasoning in answers without harmony (TOOL_PARSERS and REASONING_PARSERS of text_format.py):
-    "auto" is by the chat template, "none" leaves them in the text. For vLLM's users `enable_prefix_caching` is another
-    name of prefix_caching, and `gpu_memory_utilization` of cache_fraction. vLLM's is a share of all memory, weights
-    included; ours is the cache's share of what the weights leave of the free memory.
+    "auto" is by the chat template, "none" leaves them in the text.
 
     Several threads may use it: their requests run in the same steps. Reading a stream runs the engine's steps.
 
@@ -58,17 +56,8 @@ class LLM:
 
     def __init__(
         self, model: str | Path | SourceModel, config: EngineConfig | None = None, *, harmony: bool = True,
-        ignored_tools: str = "error", tool_call_parser: str = "auto", reasoning_parser: str = "auto",
-        gpu_memory_utilization: float | None = None, enable_prefix_caching: bool | None = None, **options: Any,
+        ignored_tools: str = "error", tool_call_parser: str = "auto", reasoning_parser: str = "auto", **options: Any,
     ):  # fmt: skip
-        for alias, name, value in (
-            ("gpu_memory_utilization", "cache_fraction", gpu_memory_utilization),
-            ("enable_prefix_caching", "prefix_caching", enable_prefix_caching),
-        ):
-            if value is not None:
-                if config is not None or name in options:
-                    raise UserError(f"{alias} is another name of {name}, which is given too; give one of them")
-                options[name] = value
         if config is not None and options:
             raise UserError(f"{next(iter(options))} is given beside a config; put it into the config")
         self.engine = Engine(model, config or resolve(EngineConfig, **options))

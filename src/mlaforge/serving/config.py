@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mlaforge.config import option
+from mlaforge.engine import vllm_names
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.request.harmony import EFFORTS
 from mlaforge.engine.request.text_format import REASONING_PARSERS, TOOL_PARSERS
@@ -14,6 +15,7 @@ from mlaforge.engine.request.text_format import REASONING_PARSERS, TOOL_PARSERS
 class GenerateConfig(EngineConfig):
     """Options of `generate`."""
 
+    other_names = vllm_names.GENERATION
     first = ("prompt", "chat", "against", "max_new_tokens", "temperature")
 
     prompt: str = option(
@@ -40,6 +42,7 @@ class GenerateConfig(EngineConfig):
 class ChatConfig(EngineConfig):
     """Options of `chat`."""
 
+    other_names = vllm_names.GENERATION
     first = ("system", "max_new_tokens", "temperature", "speculative", "dtype")
 
     system: str | None = option(None, "system message of the conversation")
@@ -63,6 +66,7 @@ class ChatConfig(EngineConfig):
 class ServeConfig(EngineConfig):
     """Options of `serve`: those of the engine and of HTTP."""
 
+    other_names = vllm_names.SERVER
     first = ("host", "port", "api_key", "max_model_len", "speculative")
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every network of the machine")

@@ -64,6 +64,10 @@ def validated(config: ServeConfig) -> ServeConfig:
             f"max_n = {config.max_n} must be at most max_num_seqs = {config.max_num_seqs}: a request's continuations "
             "decode together"
         )
+    if config.allowed_origins.startswith("["):
+        raise UserError(
+            f"allowed_origins = {config.allowed_origins!r} must be origins separated by commas, or *, not a JSON list"
+        )
     return dataclasses.replace(config, api_key=config.api_key or runtime.api_key())
 
 
