@@ -68,18 +68,22 @@ def header(kind: str, device: torch.device) -> dict[str, Any]:
 
 
 def write(path: Path, body: dict[str, Any]) -> None:
-    """Write `body` as JSON, a list of rows with a line per row, atomically: readers never see a partial file."""
-    rows = body.get("rows")
-    if isinstance(rows, list) and rows:
-        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-        # The indentation of the outermost level: a nested list of rows stays as it is.
-        text = json.dumps({**body, "rows": []}, indent=1).replace('\n "rows": []', f'\n "rows": [\n{lines}\n ]')
+    """Write `body` as JSON, atomically: readers never see a partial file. With a list of rows, every row and every
+    other value has a line."""
+    if isinstance(body.get("rows"), list):
+        text = "{\n" + ",\n".join(f" {json.dumps(key)}: {_lines(value)}" for key, value in body.items()) + "\n}"
     else:
         text = json.dumps(body, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text + "\n", encoding="utf-8")
     os.replace(partial, path)
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+        return "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
+    return json.dumps(value)
 
 
 class Memory:

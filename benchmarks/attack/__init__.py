@@ -1,1 +1,0 @@
-"""The attack on the product from outside: fuzzed requests, floods of connections, corrupted files, kills."""
