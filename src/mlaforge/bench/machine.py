@@ -14,10 +14,12 @@ from typing import Any
 import psutil
 import torch
 
-from mlaforge.artifact import record_text
+from mlaforge.artifact import compact_json, record_text
 from mlaforge.runtime import environment, version
 
 SCHEMA = 1
+# Longest line of a row.
+ROW_WIDTH = 800
 
 
 def commit() -> tuple[str, bool]:
@@ -68,22 +70,11 @@ def header(kind: str, device: torch.device) -> dict[str, Any]:
 
 
 def write(path: Path, body: dict[str, Any]) -> None:
-    """Write `body` as JSON, atomically: readers never see a partial file. With a list of rows, every row and every
-    other value has a line."""
-    if isinstance(body.get("rows"), list):
-        text = "{\n" + ",\n".join(f" {json.dumps(key)}: {_lines(value)}" for key, value in body.items()) + "\n}"
-    else:
-        text = json.dumps(body, indent=1)
+    """Write `body` as JSON with a line per row, atomically: readers never see a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text + "\n", encoding="utf-8")
+    partial.write_text(compact_json(body, ROW_WIDTH) + "\n", encoding="utf-8")
     os.replace(partial, path)
-
-
-def _lines(value: Any) -> str:
-    if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
-        return "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
-    return json.dumps(value)
 
 
 class Memory:
