@@ -5,21 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import time
-from pathlib import Path
 from random import Random
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-
 
 def test_the_same_dice_draw_the_same_request():
-    from benchmarks.attack import fuzz
+    from attack import fuzz
 
     every = [[fuzz.draw(Random(f"0/{n}")) for n in range(400)] for _ in range(2)]
     assert every[0] == every[1] and every[0] != [fuzz.draw(Random(f"1/{n}")) for n in range(400)]
@@ -35,7 +27,7 @@ def test_the_same_dice_draw_the_same_request():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_damage_changes_the_file(seed, tiny_models, tmp_path):
-    from benchmarks.attack import damages
+    from attack import damages
 
     names = ("config.json", "model.safetensors", "tokenizer.json", "recipe.yaml", "lines.jsonl", "x.gguf")
     path = tmp_path / names[seed % len(names)]
@@ -49,7 +41,7 @@ def test_a_damage_changes_the_file(seed, tiny_models, tmp_path):
 
 
 def ended(code=0, stderr="", stopped=""):
-    from benchmarks.attack.processes import Ended
+    from attack.processes import Ended
 
     return Ended(["convert", "m"], code, "", stderr, 1.0, stopped)
 
@@ -62,7 +54,7 @@ def test_faults_of_a_command():
 
 
 def test_what_a_kill_may_leave(tmp_path):
-    from benchmarks.attack import kills
+    from attack import kills
 
     out = tmp_path / "out"
     out.mkdir()
@@ -85,7 +77,7 @@ def test_what_a_kill_may_leave(tmp_path):
 
 
 def test_corruptions_that_must_be_seen(tmp_path):
-    from benchmarks.attack import corruptions, damages
+    from attack import corruptions, damages
 
     class Case:
         def __init__(self, name, certain=True):
@@ -105,9 +97,9 @@ def test_corruptions_that_must_be_seen(tmp_path):
 
 
 def test_the_witness_and_what_was_under_way(tmp_path):
-    from benchmarks.attack import witness
-    from benchmarks.attack.ledger import Ledger
-    from benchmarks.attack.served import Served
+    from attack import witness
+    from attack.ledger import Ledger
+    from attack.served import Served
 
     path = tmp_path / "server-part-1.waits"
     now = time.monotonic()

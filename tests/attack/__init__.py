@@ -1,0 +1,1 @@
+"""The attack on the product from outside: fuzzed requests, floods of connections, corrupted files, kills."""
