@@ -1,75 +1,77 @@
-"""Code shared by the scripts: options, evaluation texts, and results files that grow row by row.
+"""What the scripts share: options, evaluation texts, and how their rows become a committed table.
 
-Scripts are run by their path, so that Python finds this file in the same folder.
+`python -m benchmarks.NAME` measures, keeps its rows in --raw, from which an interrupted run resumes, and writes a short
+table of them into the file of tables --out. `--summarize FILE` writes the table from such rows without measuring.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlaforge.artifact import record_path
 from mlaforge.bench import machine
+from mlaforge.bench.results import Results, add_table, read_table
 from mlaforge.data import corpus, overlap
-from mlaforge.runtime import environment, log
+from mlaforge.runtime import log
+
+ROOT = Path(__file__).parents[1]
 
 
-def parser(doc: str | None, out: str, data: bool = True) -> argparse.ArgumentParser:
-    """Parser with the options of every script: --out, and --data if it reads text."""
+def parser(doc: str | None, out: str, table: str, data: bool = True) -> argparse.ArgumentParser:
+    """Parser with the options of every script. out: file of tables, by its path in the repository; table: name of this
+    script's table in it; data: whether it reads text."""
     arguments = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if data:
         arguments.add_argument("--data", type=Path, default=Path("../shared/data"))
-    arguments.add_argument("--out", type=Path, default=Path(out))
+    raw = f"runs/measurements/{table.replace(' ', '-')}.json"
+    arguments.add_argument("--out", type=Path, default=ROOT / out, help=f"file of tables (default: {out})")
+    arguments.add_argument("--table", default=table, help=f"name of the table in it (default: {table})")
+    arguments.add_argument("--raw", type=Path, default=Path(raw), help=f"all rows (default: {raw})")
+    arguments.add_argument("--summarize", type=Path, metavar="FILE", help="write the table of these rows only")
     return arguments
 
 
 def command() -> str:
     """Command of this script as recorded in its results."""
-    return machine.command("python", record_path(sys.argv[0]))
+    return machine.command("python", "-m", sys.modules["__main__"].__spec__.name)  # type: ignore[union-attr]
 
 
-class Results:
-    """Results file, written atomically after every row, so that an interrupted run loses no row.
+def run(
+    arguments: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Results],
+    short: Callable[[dict[str, Any]], list[dict[str, Any]]], show: Callable[[list[dict[str, Any]]], str],
+) -> None:  # fmt: skip
+    """Measure, write the table and print it. short: rows of the table from the content of the raw file; show: their
+    text. options.rest: words after `--`."""
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    options = arguments.parse_args(words[:at])
+    options.rest = words[at + 1 :]
+    if options.summarize:
+        body = json.loads(options.summarize.read_text(encoding="utf-8"))
+    else:
+        results = measure(options)
+        results.body.setdefault("command", command())
+        results.save()
+        body = results.body
+    facts = {key: value for key, value in body.items() if key != "rows"}
+    add_table(options.out, options.table, {**facts, "rows": short(body)})
+    print(show(read_table(options.out, options.table)["rows"]))
 
-    body: content of the file: `facts`, `rows` and `environment`. resume: start from an existing file with the same
-    facts, so that its rows are not measured again.
-    """
 
-    def __init__(self, path: Path, rows: Any, resume: bool = False, **facts: Any):
-        self.path = path
-        self.body: dict[str, Any] = {**facts, "rows": rows, "environment": environment()}
-        if resume and path.exists():
-            existing = json.loads(path.read_text(encoding="utf-8"))
-            if facts.items() <= existing.items():
-                self.body = existing
-
-    @property
-    def rows(self) -> Any:
-        """A list of rows, or rows by name."""
-        return self.body["rows"]
-
-    def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return the fact `name`, measured if the file lacks it."""
-        if name not in self.body:
-            self.body[name] = measure()
-            self.save()
-        return self.body[name]
-
-    def missing(self, keys: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Keys whose items no row contains."""
-        return (key for key in keys if not any(key.items() <= row.items() for row in self.rows))
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        log(json.dumps(row))
-        self.save()
-
-    def save(self) -> None:
-        machine.write(self.path, self.body)
+@contextlib.contextmanager
+def scratch(options: argparse.Namespace) -> Iterator[Path]:
+    """Folder of intermediate files: --scratch, which is kept, or a temporary one beside the rows."""
+    with contextlib.ExitStack() as stack:
+        options.raw.parent.mkdir(parents=True, exist_ok=True)
+        folder = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.raw.parent)))
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
 
 
 def wikitext(data: Path) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Benefit of the calibration sets of `calibrate`: SmolLM2 converted with golden, random and first-N text of one pool.
 
-    python benchmarks/calibration.py --data ../shared/data [--windows 8] [--seqlen 1024] [--folder runs/calibration]
+    python -m research.calibration --data ../shared/data [--windows 8] [--seqlen 1024] [--folder runs/calibration]
 
 The pool is the embedded text (without its held-out part) and WikiText-2's validation text, in that order. Each way
 takes the same number of tokens from it: `golden` the full set of `mlaforge calibrate` (SmolLM2 has no sliding windows),
@@ -16,13 +16,15 @@ import argparse
 import json
 import shutil
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Results, evaluation_texts, parser, wikitext, without_repeats
 
+from benchmarks.script import evaluation_texts, parser, run, wikitext, without_repeats
 from mlaforge.bench.conversion import perplexities
+from mlaforge.bench.results import Results
 from mlaforge.calibration import calibrate
 from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.calibration.sources import Notes, Source
@@ -67,17 +69,11 @@ def convert_one(way: str, seed: int, options: argparse.Namespace, model: Path) -
     return out
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/calibration.json")
-    arguments.add_argument("--windows", type=int, default=8, help="calibration windows")
-    arguments.add_argument("--seqlen", type=int, default=1024, help="tokens of a window")
-    arguments.add_argument("--judged-windows", type=int, default=4, help="windows of each evaluation text")
-    arguments.add_argument("--folder", type=Path, default=Path("runs/calibration"), help="folder of intermediate files")
-    options = arguments.parse_args()
+def measure(options: argparse.Namespace) -> Results:
     model = demo_model.fetch()
     tokenizer = source_model.load_tokenizer(model)
     settings = {"windows": options.windows, "seqlen": options.seqlen, "judged_windows": options.judged_windows}
-    results = Results(options.out, [], resume=True, settings=settings)
+    results = Results(options.raw, [], resume=True, settings=settings)
     results.body["calibration_tokens"] = options.windows * options.seqlen
     (scratch := options.folder).mkdir(parents=True, exist_ok=True)
     documents = [d for s in pool(options.data) for d in Source.parse(s).documents(Notes())]
@@ -96,18 +92,39 @@ def main() -> None:
         ppl = perplexities(out, eval_windows, f"{row['way']} {row['seed']}", torch.device("cpu"))
         shutil.rmtree(out)
         results.add({**row, "ppl": ppl, "ratio": {name: ppl[name] / original[name] for name in eval_windows}})
-    print(table(results.rows))
+    return results
+
+
+def spread_rows(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """Perplexity ratio converted / original by text and by the values of `keys`: mean over the seeds, minimum and
+    maximum."""
+    lines = []
+    for group in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        ratios = [row["ratio"] for row in rows if tuple(row[key] for key in keys) == group]
+        by_text = {text: [ratio[text] for ratio in ratios] for text in ratios[0]}
+        line = {text: [statistics.mean(r), min(r), max(r)] for text, r in by_text.items()}
+        lines.append({**dict(zip(keys, group, strict=True)), "seeds": len(ratios), **line})
+    return lines
+
+
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    return spread_rows(body["rows"], "way")
+
+
+def cells(row: dict[str, Any], texts: Iterable[str]) -> list[str]:
+    """Mean, with minimum and maximum in brackets, of every text."""
+    return ["{:.4f} ({:.4f} – {:.4f})".format(*row[text]) for text in texts]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Perplexity ratio converted / original: mean over the seeds, with minimum and maximum in brackets."""
     names = [f"{name} ({'of the pool’s kind' if kin else 'another kind'})" for name, kin in EVAL_TEXTS.items()]
-    lines = []
-    for way in WAYS:
-        ratios = [[row["ratio"][name] for row in rows if row["way"] == way] for name in EVAL_TEXTS]
-        lines.append([way, *(f"{statistics.mean(r):.4f} ({min(r):.4f} – {max(r):.4f})" for r in ratios)])
-    return markdown_table([["calibrated on", *names], *lines])
+    return markdown_table([["calibrated on", *names], *([row["way"], *cells(row, EVAL_TEXTS)] for row in rows)])
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser(__doc__, "research/calibration.json", "golden sets")
+    arguments.add_argument("--windows", type=int, default=8, help="calibration windows")
+    arguments.add_argument("--seqlen", type=int, default=1024, help="tokens of a window")
+    arguments.add_argument("--judged-windows", type=int, default=4, help="windows of each evaluation text")
+    arguments.add_argument("--folder", type=Path, default=Path("runs/calibration"), help="folder of intermediate files")
+    run(arguments, measure, short, table)

@@ -1,27 +1,26 @@
 """Perplexity by bytes of the cache: other formats of a grouped-query cache compared with latents by rank.
 
-    python benchmarks/front.py --data ../shared/data [--scratch FOLDER] [--out FILE.json]
+    python -m research.front --data ../shared/data [--scratch FOLDER] [--summarize FILE]
 
 SmolLM2-135M-Instruct in bf16 on a CPU, in the windows of benchmarks/kv_cache.py: 16 of 2048 tokens of wiki.test.raw and
 4 of Python source. Conversions, and what rivals calibrate, are calibrated on WikiText's validation text. Latents of
 plain rows are read through the engine's cache. Formats that the engine lacks (rivals.py) are simulated by rounding in
 transformers' cache; `4 bits, whole` checks the simulation against the engine's int4. Every row is compared with the
 unrounded cache in the same code: perplexity and divergence. Bytes are those of 2048 tokens, including scales, norms,
-first tokens and blocks. An interrupted run resumes; --scratch keeps conversions. benchmarks/front_picture.py plots the
-results.
+first tokens and blocks. An interrupted run resumes; --scratch keeps conversions; front_picture.py plots the table.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import functools
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import rivals
-from kv_cache import (
+from torch import Tensor
+
+from benchmarks.kv_cache import (
     CALIBRATION_WINDOWS,
     DIVERGENCES,
     LENGTH,
@@ -31,9 +30,8 @@ from kv_cache import (
     engine_states,
     open_llm,
 )
-from rows import Results, command, evaluation_texts, parser, wikitext, without_repeats
-from torch import Tensor
-
+from benchmarks.script import evaluation_texts, parser, run, scratch, wikitext, without_repeats
+from mlaforge.bench.results import Results
 from mlaforge.checkpoint.loading import load_model
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.conversion import convert
@@ -41,6 +39,7 @@ from mlaforge.conversion.config import ConvertConfig
 from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
 from mlaforge.rendering.table import markdown_table
+from research import rivals
 
 WINDOWS = {"wiki": 16, "code": 4}
 # Form and bits of the simulated formats.
@@ -104,19 +103,14 @@ class Simulated:
         return {**self.reference.compare(states), "bytes": size}
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/front.json")
-    arguments.add_argument("--scratch", type=Path, help="folder of the conversions")
-    options = arguments.parse_args()
+def measure(options: argparse.Namespace) -> Results:
     original = demo_model.fetch()
     tokenizer = SourceModel.open(original).tokenizer
-    results = Results(options.out, [], resume=True, command=command(), divergences=DIVERGENCES)
-    with contextlib.ExitStack() as stack:
-        scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.out.parent)))
-        scratch.mkdir(parents=True, exist_ok=True)
+    results = Results(options.raw, [], resume=True, divergences=DIVERGENCES)
+    with scratch(options) as folder:
         validation = wikitext(options.data)[0]
         tuned = corpus.windows(tokenizer, validation, CALIBRATION_WINDOWS, LENGTH, seed=0)
-        eval_windows = evaluation_texts(tokenizer, options.data, WINDOWS, LENGTH, scratch)
+        eval_windows = evaluation_texts(tokenizer, options.data, WINDOWS, LENGTH, folder)
         texts = {name: w.ids for name, w in without_repeats(eval_windows, overlap.passages(tuned)).items()}
         results.body["tokens"] = {name: ids.numel() for name, ids in texts.items()}
         simulated: Simulated | None = None
@@ -128,19 +122,24 @@ def main() -> None:
             else:
                 directory = original
                 if row["budget"] is not None:
-                    directory = scratch / f"{row['form']} {row['budget']:g}"
+                    directory = folder / f"{row['form']} {row['budget']:g}"
                     config = ConvertConfig(
                         layout=row["form"], budget=row["budget"], calibration=validation, nsamples=CALIBRATION_WINDOWS,
                         seqlen=LENGTH, eval_windows=0, device="cpu", dense=True,
                     )  # fmt: skip
-                    convert.run(str(original), directory, config, calibrated=scratch / "calibration")
+                    convert.run(str(original), directory, config, calibrated=folder / "calibration")
                 reference = reference or Reference(original, texts, engine_states(open_llm(original, "bf16"), texts))
                 llm = open_llm(directory, row["stored"])
                 measurement = {**reference.compare(engine_states(llm, texts)), "bytes": cache_bytes(llm)}
             exact = next((r for r in results.rows if r["how"] == row["how"]), measurement)
             ratio = {name: measurement["ppl"][name] / exact["ppl"][name] for name in texts}
             results.add({**row, **measurement, "ratio": ratio, "bytes_ratio": measurement["bytes"] / exact["bytes"]})
-    print(table(results.rows))
+    return results
+
+
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows without perplexities."""
+    return [{name: value for name, value in row.items() if name != "ppl"} for row in body["rows"]]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -155,4 +154,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser(__doc__, "research/front.json", "front")
+    arguments.add_argument("--scratch", type=Path, help="folder of the conversions")
+    run(arguments, measure, short, table)

@@ -1,27 +1,34 @@
 """Plots docs/front-*.svg and docs/speed-*.svg, light and dark, from committed measurements.
 
-    python benchmarks/front_picture.py [--folder docs]
+    python -m research.front_picture [--folder docs]
 
-front: quality by bytes of the cache from front.json, kv_cache.json, conversion.json and healing.json, on text of the
-calibration's kind and on another. speed: decoding after 8,000 tokens by the same bytes from engine-rows.json and
-engine-rows-avx512.json. docs/results.md says how each point was measured.
+front: quality by bytes of the cache from research/front.json and benchmarks/ kv_cache, conversion and healing.json, on
+text of the calibration's kind and on another. speed: decoding after 8,000 tokens by the same bytes from
+benchmarks/speed.json. docs/results.md says how each point was measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mlaforge.bench.results import read_table
 from mlaforge.rendering.page import GRID, INK, MUTED, PLOT_STYLE
 
 HERE = Path(__file__).parent
+BENCHMARKS = HERE.parent / "benchmarks"
+# File and name of each table of measurements.
+TABLES = {
+    "front": (HERE / "front.json", "front"), "kv_cache": (BENCHMARKS / "kv_cache.json", "kv cache"),
+    "conversion": (BENCHMARKS / "conversion.json", "conversion"), "healing": (BENCHMARKS / "healing.json", "healing"),
+    "amx": (BENCHMARKS / "speed.json", "amx"), "avx512": (BENCHMARKS / "speed.json", "avx512"),
+}  # fmt: skip
 TEXTS = {"wiki": "WikiText: the calibration's kind of text", "code": "Python source: another kind"}
-# File of benchmarks/engine.py -> processor.
-MACHINES = {"engine-rows": "Two cores with AMX", "engine-rows-avx512": "Two cores with AVX-512 (Zen 4)"}
+# Table of speeds -> processor.
+MACHINES = {"amx": "Two cores with AMX", "avx512": "Two cores with AVX-512 (Zen 4)"}
 CASE = "8000x1"
 # Below the first no difference is measurable; above the last a model is useless.
 RATIOS = (1.001, 1.003, 1.01, 1.03, 1.1, 1.3, 2.0)
@@ -45,7 +52,7 @@ LINES = {
     "latent_rope": (ROPE, "^", "latent_rope by rank\n△ bf16   ▲ int8", (0.56, 1.2)),
 }
 NOTE = "* simulated rounding\n↓ healed (WikiText alone)\nat × 1.001: that or less"
-# Peer of benchmarks/engine.py -> colour, marker, label, and the label's offset from the point.
+# Form of benchmarks/forms.py, with its rows -> colour, marker, label, and the label's offset from the point.
 SPEEDS = {
     "original": (RIVAL, "s", "bf16", (0, 9, "center")),
     "original, int8 rows": (RIVAL, "s", "int8", (9, 4, "left")),
@@ -61,8 +68,9 @@ SPARSE = ", sparse"
 SPEED_NOTE = "○ all tokens are read   ● a selection"
 
 
-def rows_of(name: str) -> Any:
-    return json.loads((HERE / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+def rows_of(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = read_table(*TABLES[name])["rows"]
+    return rows
 
 
 def points() -> dict[str, list[dict[str, Any]]]:
@@ -90,8 +98,8 @@ def points() -> dict[str, list[dict[str, Any]]]:
 
 def healed() -> Iterator[tuple[str, float, list[float]]]:
     """Yield (layout, bytes relative to bf16, ratios on WikiText before and after healing)."""
-    for name, row in rows_of("healing").items():
-        layout, budget = name.split("-")
+    for row in rows_of("healing"):
+        layout, budget = row["name"].split("-")
         yield layout, float(budget), row["ratio"]
 
 

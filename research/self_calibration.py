@@ -1,8 +1,8 @@
 r"""What should a model be calibrated on that nothing is known of? SmolLM2 converted on its own text, and on others'.
 
-    python benchmarks/self_calibration.py --data ../shared/data [--windows 8] [--seeds 3] [--folder runs/self]
-    python benchmarks/self_calibration.py --data ../shared/data --windows 32 --wiki-windows 16 --seeds 1 \
-      --dtype float32 --forms "coded 25 %" "latent 50 %" "latent_rope 50 %" --out benchmarks/self_calibration-65536.json
+    python -m research.self_calibration --data ../shared/data [--windows 8] [--seeds 3] [--folder runs/self]
+    python -m research.self_calibration --data ../shared/data --windows 32 --wiki-windows 16 --seeds 1 \
+      --dtype float32 --forms "coded 25 %" "latent 50 %" "latent_rope 50 %" --table "self, 65,536 tokens"
 
 Every way takes the same number of tokens in windows of 2048: `self` what the model wrote, `embedded`, `wiki`
 (WikiText-2's validation text), `self, embedded` by halves, `golden` (what `mlaforge calibrate` chooses of embedded and
@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import statistics
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Results, evaluation_texts, parser, wikitext, without_repeats
 
+from benchmarks.script import evaluation_texts, parser, run, wikitext, without_repeats
 from mlaforge.bench.conversion import perplexities
+from mlaforge.bench.results import Results
 from mlaforge.calibration import calibrate
 from mlaforge.calibration.config import CalibrateConfig
 from mlaforge.checkpoint.source_model import SourceModel
@@ -34,6 +34,7 @@ from mlaforge.data import corpus, overlap
 from mlaforge.demo import model as demo_model
 from mlaforge.rendering.table import markdown_table
 from mlaforge.synthesis.self_generated_text import self_generated_text
+from research.calibration import cells, spread_rows
 
 SEQLEN = 2048
 WAYS = ("self", "self, embedded", "embedded", "wiki", "golden")
@@ -71,19 +72,7 @@ def texts_of(way: str, seed: int, options: argparse.Namespace, model: Path) -> t
     return (str(golden),)
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/self_calibration.json")
-    arguments.add_argument("--windows", type=int, default=8, help="calibration windows")
-    arguments.add_argument("--judged-windows", type=int, default=2, help="windows of each evaluation text")
-    arguments.add_argument("--wiki-windows", type=int, default=2, help="windows of WikiText-2's test text")
-    arguments.add_argument(
-        "--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="dtype of the evaluation"
-    )
-    arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
-    arguments.add_argument("--forms", nargs="*", choices=[*FORMS], default=[*FORMS][:2])
-    arguments.add_argument("--folder", type=Path, default=Path("runs/self"), help="folder of intermediate files")
-    options = arguments.parse_args()
+def measure(options: argparse.Namespace) -> Results:
     options.folder.mkdir(parents=True, exist_ok=True)
     model = demo_model.fetch()
     source = SourceModel.open(model)
@@ -91,7 +80,7 @@ def main() -> None:
         "windows": options.windows, "seqlen": SEQLEN, "judged_windows": options.judged_windows,
         "wiki_windows": options.wiki_windows, "dtype": options.dtype,
     }  # fmt: skip
-    results = Results(options.out, [], resume=True, settings=settings)
+    results = Results(options.raw, [], resume=True, settings=settings)
     tokens = options.windows * SEQLEN
     tuned_windows = [corpus.windows(source.tokenizer, wikitext(options.data)[0], 10**6, SEQLEN)]
     tuned_windows += [
@@ -120,21 +109,28 @@ def main() -> None:
         ppl = perplexities(out, texts, " ".join(map(str, row.values())), cpu, dtype)
         shutil.rmtree(out)
         results.add({**row, "ppl": ppl, "ratio": {name: ppl[name] / original[name] for name in texts}})
-    print(table(results.rows))
+    return results
+
+
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    return spread_rows(body["rows"], "form", "way")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Perplexity ratio converted / original: mean over the seeds, with minimum and maximum in brackets."""
-    lines: list[list[str]] = [["rows", "calibrated on", *EVAL_TEXTS]]
-    for form in FORMS:
-        for way in WAYS:
-            row_ratios = [row["ratio"] for row in rows if row["way"] == way and row["form"] == form]
-            if row_ratios:
-                ratios = [[ratio[name] for ratio in row_ratios] for name in EVAL_TEXTS]
-                cells = (f"{statistics.mean(r):.4f} ({min(r):.4f} – {max(r):.4f})" for r in ratios)
-                lines.append([form, way, *cells])
-    return markdown_table(lines)
+    lines = [[row["form"], row["way"], *cells(row, EVAL_TEXTS)] for row in rows]
+    return markdown_table([["rows", "calibrated on", *EVAL_TEXTS], *lines])
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser(__doc__, "research/calibration.json", "self")
+    arguments.add_argument("--windows", type=int, default=8, help="calibration windows")
+    arguments.add_argument("--judged-windows", type=int, default=2, help="windows of each evaluation text")
+    arguments.add_argument("--wiki-windows", type=int, default=2, help="windows of WikiText-2's test text")
+    arguments.add_argument(
+        "--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="dtype of the evaluation"
+    )
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
+    arguments.add_argument("--forms", nargs="*", choices=[*FORMS], default=[*FORMS][:2])
+    arguments.add_argument("--folder", type=Path, default=Path("runs/self"), help="folder of intermediate files")
+    run(arguments, measure, short, table)

@@ -1,33 +1,31 @@
 """What a decoding step over a selection costs on a CPU, by operation.
 
-    python benchmarks/sparse_step.py --data ../shared/data [--forms original latent coded] [--context 8000]
-        [--topk 1024] [--tokens 32] [--threads 2] [--models FORM=DIR ...] [--out FILE.json]
+    python -m research.sparse_step --data ../shared/data [--forms "original, sparse" "latent, 4 bits, sparse"]
+        [--context 8000] [--topk 1024] [--tokens 32] [--threads 2]
 
-SmolLM2-135M-Instruct and conversions of it, each with an index, as in benchmarks/sparse_speed.py, or the sparse models
-of --models. torch's profiler runs over --tokens generated tokens after a prompt of --context; times are those of the
-operations alone, in ms per token, and `calls` is per token. The profiler itself adds to a step what `step` exceeds
-benchmarks/sparse_speed.py's by. --topk: tokens that a step reads.
+Forms are those of benchmarks/forms.py, or directories of sparse models. torch's profiler runs over --tokens generated
+tokens after a prompt of --context; times are those of the operations alone, in ms per token, and `calls` is per token.
+The profiler itself adds to the step. --topk: tokens that a step reads.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine import SCRATCH
-from rows import Results, command, parser, wikitext
-from sparse_speed import FORMS, sparse
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.forms import make
+from benchmarks.script import parser, run, wikitext
 from mlaforge import LLM, SamplingParams
+from mlaforge.bench.results import Results
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus
 from mlaforge.demo import model as demo_model
 from mlaforge.ops import native
-from mlaforge.runtime import log
 
 # Operations of less than this share of the time are summed up, except these.
 SMALLEST, ALWAYS = 0.01, ("aten::empty", "write_index")
@@ -63,33 +61,38 @@ def profiled(directory: Path, prompt: list[int], topk: int, tokens: int) -> dict
     return {"step_ms": step_ms, "operations": dict(sorted(shown.items(), key=lambda item: -item[1][0]))}
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/sparse_step.json")
-    arguments.add_argument("--forms", nargs="*", choices=[*FORMS], default=["original", "latent", "coded"])
+def measure(options: argparse.Namespace) -> Results:
+    torch.set_num_threads(options.threads)
+    model = demo_model.fetch()
+    ids = corpus.windows(SourceModel.open(model).tokenizer, wikitext(options.data)[1], 4, 2048).ids.flatten()
+    results = Results(options.raw, {}, kernels=native.form(), threads=options.threads, context=options.context)
+    for form in options.forms:
+        directory = Path(form) if Path(form).is_dir() else make(form, model, Path("runs/forms"))
+        prompt = ids[: options.context].tolist()
+        results.rows[form] = profiled(directory, prompt, options.topk, options.tokens)
+        results.save()
+    return results
+
+
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row per form; operations: ms and calls per token."""
+    return [{"form": form, **row} for form, row in body["rows"].items()]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        lines.append(f"{row['form']}: a step takes {row['step_ms']:.1f} ms")
+        lines += [f"  {name:40} {ms:7.2f} ms {calls:7.1f} calls" for name, (ms, calls) in row["operations"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__, "research/sparsity.json", "step")
+    forms = ["original, sparse", "latent, sparse", "latent, 4 bits, sparse"]
+    arguments.add_argument("--forms", nargs="*", default=forms)
     arguments.add_argument("--context", type=int, default=8000)
     arguments.add_argument("--topk", type=int, default=1024)
     arguments.add_argument("--tokens", type=int, default=32)
     arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--models", nargs="*", default=[], metavar="FORM=DIR", help="sparse models, by form")
-    options = arguments.parse_args()
-    torch.set_num_threads(options.threads)
-    model = demo_model.fetch()
-    SCRATCH.mkdir(exist_ok=True)
-    ids = corpus.windows(SourceModel.open(model).tokenizer, wikitext(options.data)[1], 4, 2048).ids.flatten()
-    models = dict(entry.split("=", 1) for entry in options.models)
-    results = Results(
-        options.out, {}, command=command(), kernels=native.form(), threads=options.threads, context=options.context
-    )
-    for form in options.forms:
-        directory = models.get(form) or sparse(model, form, options.topk, options.context + 192)
-        row = profiled(Path(directory), ids[: options.context].tolist(), options.topk, options.tokens)
-        results.rows[form] = row
-        results.save()
-        log(json.dumps({"form": form, **row}))
-        print(f"{form}, kernels {native.form()}, {options.threads} threads: a step takes {row['step_ms']:.1f} ms")
-        for name, (ms, calls) in row["operations"].items():
-            print(f"  {name:40} {ms:7.2f} ms {calls:7.1f} calls")
-
-
-if __name__ == "__main__":
-    main()
+    run(arguments, measure, short, table)

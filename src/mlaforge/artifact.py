@@ -100,10 +100,10 @@ class Manifest:
 
 
 def compact_json(value: Any, width: int, indent: int = 0) -> str:
-    """Return `value` as JSON in which every list and mapping that fits into `width` characters has one line. indent: of
-    the line on which it begins."""
+    """Return `value` as JSON in which a list or mapping that fits into `width` characters has one line, unless it holds
+    a list of mappings, each of which begins a line. indent: of the line on which the value begins."""
     line = json.dumps(value)
-    if not isinstance(value, dict | list | tuple) or not value or indent + len(line) <= width:
+    if not isinstance(value, dict | list | tuple) or not value or (indent + len(line) <= width and "[{" not in line):
         return line
     begin, end = "{}" if isinstance(value, dict) else "[]"
     pairs = value.items() if isinstance(value, dict) else ((None, item) for item in value)

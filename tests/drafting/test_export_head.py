@@ -79,7 +79,8 @@ def test_exports_record_the_training_text(cli, heads, tmp_path):
     int8, plain = heads
     first, two = ({"path": f"{name}.jsonl", "sha256": name} for name in ("one", "two"))
     text = [{"sha256": "t", "written_by": "m", "exclude": ["one"]}]
-    Manifest("draft train", {"steps": 3}, {"text": text, "init": None}, {"curve": [1.5, 2.0], "losses": [3.0], "tokens": 8}).save(int8)
+    metrics = {"curve": [1.5, 2.0], "losses": [3.0], "tokens": 8}
+    Manifest("draft train", {"steps": 3}, {"text": text, "init": None}, metrics).save(int8)
     run(cli, "draft", "export", int8, tmp_path / "fp16")
     run(cli, "draft", "export", tmp_path / "fp16", tmp_path / "again", "--dtype", "int8")
     assert dataset.check_unseen(tmp_path / "again", [first]) == ""

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from mlaforge.artifact import compact_json, record_text
+from mlaforge.ops import native
 from mlaforge.runtime import environment, version
 
 SCHEMA = 1
@@ -64,7 +65,8 @@ def header(kind: str, device: torch.device) -> dict[str, Any]:
     return {
         "kind": kind, "schema": SCHEMA, "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(Path(sys.argv[0]).name), "commit": code, "dirty": dirty,
-        "device": device_name(device), "environment": environment(),
+        "device": device_name(device), "kernels": native.form() if device.type == "cpu" else None,
+        "environment": environment(),
     }  # fmt: skip
 
 

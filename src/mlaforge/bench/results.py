@@ -11,7 +11,7 @@ from mlaforge.bench import machine
 from mlaforge.runtime import UserError, environment, log
 
 # Significant digits of the numbers of a table.
-DIGITS = 6
+DIGITS = 8
 
 
 class Results:

@@ -1,6 +1,9 @@
 """Token selectors compared with the `pairs` index: exact, of other methods, and independent of content.
 
-Each is an index (keys and queries) and a score of tokens; the pattern of forced tokens and the budget are equal for
+    python -m research.selectors --data ../shared/data --model DIR [--topk 1024 512] [--selectors pairs oracle ...]
+
+Documents, protocol and columns are those of benchmarks/sparsity.py; DIR is an output of `mlaforge sparsify`. Each
+selector is an index (keys and queries) and a score of tokens; the pattern of forced tokens and the budget are equal for
 all.
 
 Legend: B batch, T query tokens, S cached tokens, H query heads, G KV heads, D head_dim, I width of an index key.
@@ -14,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.script import run
+from benchmarks.sparsity import measure, short, sparse_parser, table
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import rotate
 from mlaforge.modeling.token_index_mla import scores
@@ -113,3 +118,15 @@ def select_by(model: Any, name: str, topk: int) -> None:
             if not hasattr(sparse, "trained_index"):
                 sparse.trained_index = sparse.index
             sparse.index = layer.self_attn.index = ExactIndex(layer.self_attn) if exact else sparse.trained_index
+
+
+EXACT = [name for name, (exact, _) in SELECTORS.items() if exact]
+
+if __name__ == "__main__":
+    arguments = sparse_parser(__doc__, "research/sparsity.json", "selectors")
+    arguments.add_argument("--selectors", nargs="*", choices=[*SELECTORS], default=["pairs", "oracle"])
+    run(
+        arguments,
+        lambda options: measure(options, options.selectors, choose=select_by, exact=EXACT),
+        short, table,
+    )  # fmt: skip

@@ -1,6 +1,6 @@
 """Retrieval by a selection in 8192 tokens: copied text, needles, and the recall of attention mass.
 
-    python benchmarks/sparsity_probes.py --data ../shared/data --model DIR [--topk 1024 512] [--selectors pairs ...]
+    python -m research.probes --data ../shared/data --model DIR [--topk 1024 512] [--selectors pairs ...]
 
 DIR is an output of `mlaforge sparsify`. Segments of another document, or sentences that name a number, are inserted
 into the documents of benchmarks/sparsity.py, 1K to 7K tokens before the end; the end repeats the segments, or the
@@ -14,6 +14,7 @@ Recall is the share of attention (mean of the heads' exact softmax in the dense 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import random
@@ -21,15 +22,16 @@ import statistics
 from typing import Any
 
 import torch
-from rows import Results, parser
-from sparsity import LENGTH, mean, read, windows
-from token_selectors import SELECTORS, ExactIndex, select_by
 from torch import Tensor, nn
 
+from benchmarks.script import run
+from benchmarks.sparsity import LENGTH, mean, read, sparse_parser, windows
+from mlaforge.bench.results import Results
 from mlaforge.checkpoint.loading import load_model
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.modeling.token_index_mla import scores
 from mlaforge.rendering.table import markdown_table
+from research.selectors import SELECTORS, ExactIndex, select_by
 
 DISTANCES = (7000, 5000, 3000, 1000)
 # Tokens of a segment, its unpredictable first tokens, and query tokens whose recall is measured.
@@ -149,16 +151,10 @@ def recall(model: Any, ids: Tensor, selectors: list[str], topk: list[int]) -> li
     return recorder.rows()
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/sparsity_probes.json")
-    arguments.add_argument("--model", required=True)
-    arguments.add_argument("--form", default="latent 50 %", help="what the table calls it")
-    arguments.add_argument("--topk", type=int, nargs="*", default=[1024, 512])
-    arguments.add_argument("--selectors", nargs="*", choices=[*SELECTORS], default=[*SELECTORS][:-2])
-    options = arguments.parse_args()
+def measure(options: argparse.Namespace) -> Results:
     source = SourceModel.open(options.model)
     documents = list(windows(source, options.data).items())
-    results = Results(options.out, [], resume=True)
+    results = Results(options.raw, [], resume=True)
     model = load_model(source, "float32")
     variants = [("dense", LENGTH), *((selector, k) for k in options.topk for selector in options.selectors)]
     for (name, ids), (_, other) in zip(documents[:: 8 // DOCUMENTS], documents[1 :: 8 // DOCUMENTS], strict=True):
@@ -181,21 +177,33 @@ def main() -> None:
                 losses, _ = read(model, text, copy.deepcopy(prompts[exact]), sparse=row["selector"] != "dense")
                 # The first loss is of the token behind the prompt's last but one.
                 results.add({**row, "nats": float(losses[torch.tensor(positions) - prompt - 1].mean())})
-    print(table(results.rows))
+    return results
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Means over the documents."""
-    kinds = ("recall", "contested", "5 %", "worst layer")
-    lines: list[list[str]] = [["form", "selector", "k", *kinds, *(f"{probe}, nats" for probe in PROBES)]]
+KINDS = ("recall", "contested", "5 %", "worst layer")
+
+
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Means over the documents: recall, and nats per token of every probe; None where it was not measured."""
+    rows, lines = body["rows"], []
     for key in dict.fromkeys((r["form"], r["selector"], r["topk"]) for r in rows):
         group = [r for r in rows if (r["form"], r["selector"], r["topk"]) == key]
         recalled = [r for r in group if r["probe"] == "recall"]
-        values = [statistics.fmean(r[kind] for r in recalled) if recalled else None for kind in kinds]
-        values += [mean([r["nats"] for r in group if r["probe"] == probe]) for probe in PROBES]
-        lines.append([key[0], key[1], str(key[2]), *("–" if x is None else f"{x:.3f}" for x in values)])
-    return markdown_table(lines)
+        line = {"form": key[0], "selector": key[1], "topk": key[2]}
+        line |= {kind: statistics.fmean(r[kind] for r in recalled) if recalled else None for kind in KINDS}
+        line |= {probe: mean([r["nats"] for r in group if r["probe"] == probe]) for probe in PROBES}
+        lines.append(line)
+    return lines
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    heads = ("form", "selector", "topk", *KINDS, *PROBES)
+    cells = [[f"{x:.3f}" if isinstance(x := row[h], float) else "–" if x is None else str(x) for h in heads]
+             for row in rows]  # fmt: skip
+    return markdown_table([list(heads), *cells])
 
 
 if __name__ == "__main__":
-    main()
+    arguments = sparse_parser(__doc__, "research/sparsity.json", "probes")
+    arguments.add_argument("--selectors", nargs="*", choices=[*SELECTORS], default=[*SELECTORS][:-2])
+    run(arguments, measure, short, table)

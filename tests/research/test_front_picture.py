@@ -1,41 +1,31 @@
 """The front is drawn from what is committed, all of it, in both themes."""
 
-import json
 import sys
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from mlaforge.bench.results import read_table
+from research import front_picture as picture
 
 
-@pytest.fixture
-def picture(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
-    import front_picture
-
-    return front_picture
-
-
-def test_every_measured_row_is_a_point(picture):
+def test_every_measured_row_is_a_point():
     lines = picture.points()
-    rows = json.loads((FOLDER / "front.json").read_text())["rows"]
-    for row in rows:
+    for row in picture.rows_of("front"):
         drawn = [p["ratio"] for p in lines.get(row["form"], []) if p["bytes"] == row["bytes_ratio"]]
         # The unrounded cache is what the others stand beside, and a check of the simulation is no form of its own.
         assert (row["ratio"] in drawn) is not (row["form"] == "gqa" or "whole" in row["stored"]), row
     # What stands beside another code's measurements was read in the same number of tokens.
     files = ("front", "kv_cache", "conversion")
-    own, *others = [json.loads((FOLDER / f"{name}.json").read_text())["tokens"] for name in files]
+    own, *others = [read_table(*picture.TABLES[name])["tokens"] for name in files]
     assert all(other[text] == own[text] for other in others for text in picture.TEXTS)
 
 
-def test_an_axis_shows_what_is_lost(picture):
+def test_an_axis_shows_what_is_lost():
     assert picture.height(1.0) == picture.height(0.9998) == picture.height(1.001) < picture.height(1.0011)
     assert picture.height(1.1) - picture.height(1.01) == pytest.approx(1)
 
 
-def test_both_themes_are_drawn(picture, monkeypatch, tmp_path):
+def test_both_themes_are_drawn(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["front_picture.py", "--folder", str(tmp_path)])
     picture.main()
     names = {f"{name}-{theme}.svg" for name in ("front", "speed") for theme in picture.THEMES}
@@ -45,7 +35,7 @@ def test_both_themes_are_drawn(picture, monkeypatch, tmp_path):
         assert "#0000" not in svg and colors[picture.INK] in svg and colors[picture.CODED] in svg
 
 
-def test_speeds_are_those_of_one_run_with_its_bytes(picture, monkeypatch):
+def test_speeds_are_those_of_one_run_with_its_bytes(monkeypatch):
     for machine in picture.MACHINES:
         rows = [r for r in picture.rows_of(machine) if r["case"] == "8000x1" and "cache_bytes" in r]
         drawn = picture.speeds(machine)
@@ -56,5 +46,5 @@ def test_speeds_are_those_of_one_run_with_its_bytes(picture, monkeypatch):
         for peer, size in (("original", 200), ("original, sparse", 210), ("latent, 4 bits, sparse", 66))
     ]
     rows_of = picture.rows_of
-    monkeypatch.setattr(picture, "rows_of", lambda name: counted if name == "engine-rows" else rows_of(name))
-    assert [x for x, _ in picture.speeds("engine-rows").values()] == [1, 1.05, 0.33]
+    monkeypatch.setattr(picture, "rows_of", lambda name: counted if name == "amx" else rows_of(name))
+    assert [x for x, _ in picture.speeds("amx").values()] == [1, 1.05, 0.33]

@@ -4,8 +4,6 @@ gives back what was rounded and nothing else."""
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +12,7 @@ from mlaforge.checkpoint.loading import load_model
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.evaluation.divergence import comparisons
 from mlaforge.ops.row_formats.int4 import Int4
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-if str(FOLDER) not in sys.path:
-    sys.path.append(str(FOLDER))
-
-import rivals  # noqa: E402
+from research import rivals
 
 WINDOWS = torch.randint(0, 200, (2, 70), generator=torch.Generator().manual_seed(0))
 
