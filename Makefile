@@ -120,9 +120,9 @@ bench: $(VENV)/.ready
 	  "$${model:-$$($(BIN)/python -c 'from mlaforge.demo.model import fetch; print(fetch())')}"
 	$(BIN)/mlaforge gate
 
-# The product attacked from outside (benchmarks/attack): requests, connections, corrupted files, kills. SHARE=0.02 for a look.
+# The product attacked from outside (tests/attack): requests, connections, corrupted files, kills. SHARE=0.02 for a look.
 attack: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.attack $(if $(SHARE),--share $(SHARE)) $(if $(MODEL),--model $(MODEL))
+	$(BIN)/python -m tests.attack $(if $(SHARE),--share $(SHARE)) $(if $(MODEL),--model $(MODEL))
 
 clean:
 	rm -rf $(VENV) .venv-vllm .venv-clients tests/clients/node_modules runs build site *.egg-info

@@ -1,6 +1,6 @@
 """Table of plain rows in docs/results.md: perplexity cost of conversion on real weights and text.
 
-    python benchmarks/conversion.py --data ../shared/data [--windows 16] [--out benchmarks/conversion.json]
+    python -m benchmarks.conversion --data ../shared/data [--windows 16] [--scratch FOLDER] [--summarize FILE]
 
 SmolLM2-135M-Instruct, fp32, calibrated on at most 65,536 tokens of wiki.valid.tokens (or on the embedded mixture),
 evaluated on the first 32,768 tokens of wiki.test.raw in non-overlapping windows of 2048 without BOS, and on two other
@@ -10,16 +10,17 @@ About 35 minutes on two cores.
 
 from __future__ import annotations
 
+import argparse
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Results, evaluation_texts, parser, wikitext, without_repeats
 
+from benchmarks.script import evaluation_texts, parser, run, scratch, wikitext, without_repeats
 from mlaforge.bench.conversion import perplexities
+from mlaforge.bench.results import Results
 from mlaforge.checkpoint import source_model
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
@@ -42,20 +43,15 @@ def row_keys() -> Iterator[dict[str, Any]]:
             yield {"calibration": name, "layout": layout, "budget": budget, "bar": BARS[layout, budget]}
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/conversion.json")
-    arguments.add_argument("--windows", type=int, default=16, help="windows of wiki.test.raw")
-    arguments.add_argument("--calibration-windows", type=int, default=32)
-    options = arguments.parse_args()
+def measure(options: argparse.Namespace) -> Results:
     directory = demo_model.fetch()
     tokenizer = source_model.load_tokenizer(directory)
     sources = {"wiki": wikitext(options.data)[0], "embedded": corpus.EMBEDDED}
     count = {"wiki": options.calibration_windows, "embedded": options.calibration_windows // 2}
-    results = Results(options.out, [], resume=True)
-    with tempfile.TemporaryDirectory(dir=options.out.parent) as folder:
-        scratch = Path(folder)
+    results = Results(options.raw, [], resume=True)
+    with scratch(options) as folder:
         window_counts = {"wiki": options.windows, "code": 4, "maths": 4}
-        eval_windows = evaluation_texts(tokenizer, options.data, window_counts, SEQLEN, scratch)
+        eval_windows = evaluation_texts(tokenizer, options.data, window_counts, SEQLEN, folder)
         tuned = [corpus.windows(tokenizer, source, count[name], SEQLEN, seed=0) for name, source in sources.items()]
         eval_windows = without_repeats(
             eval_windows, [passage for windows in tuned for passage in overlap.passages(windows)]
@@ -70,13 +66,19 @@ def main() -> None:
                 layout=layout, budget=budget, calibration=sources[name], nsamples=count[name], seqlen=SEQLEN,
                 eval_windows=0, device="cpu", dense=True,
             )  # fmt: skip
-            out = scratch / f"{name}-{layout}-{budget:g}"
-            manifest = convert.run(str(directory), out, config, calibrated=scratch / "calibration")
+            out = folder / f"{name}-{layout}-{budget:g}"
+            manifest = convert.run(str(directory), out, config, calibrated=folder / "calibration")
             ppl = perplexities(out, eval_windows, f"{layout} {budget:g}", torch.device("cpu"))
             shutil.rmtree(out)
             ratio = {key: ppl[key] / original[key] for key in eval_windows}
             results.add({**row, "seconds": manifest.seconds, "ppl": ppl, "ratio": ratio})
-    print(table(results.rows))
+    return results
+
+
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows with the time of all stages together."""
+    names = ("calibration", "layout", "budget", "bar", "ratio")
+    return [{**{name: row[name] for name in names}, "seconds": sum(row["seconds"].values())} for row in body["rows"]]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -92,4 +94,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser(__doc__, "benchmarks/conversion.json", "conversion")
+    arguments.add_argument("--windows", type=int, default=16, help="windows of wiki.test.raw")
+    arguments.add_argument("--calibration-windows", type=int, default=32)
+    arguments.add_argument("--scratch", type=Path, help="folder of the conversions")
+    run(arguments, measure, short, table)

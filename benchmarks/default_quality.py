@@ -1,33 +1,31 @@
 """Quality of `convert`'s default output against the dense original: perplexity and retrieval, for several seeds.
 
-    python benchmarks/default_quality.py --data ../shared/data [--seeds 0 1 2] [--probes] [--scratch FOLDER]
+    python -m benchmarks.default_quality --data ../shared/data [--seeds 0 1 2] [--probes] [--scratch FOLDER]
 
 SmolLM2-135M-Instruct, converted with no option but the seed: coded rows at 4 bits, an index that reads 1,024 tokens,
 no calibration text given. fp32 in transformers. At 2,048 tokens (`mlaforge eval --teacher`: 8 windows of WikiText-2's
 test text, 4 of held-out Python) every token reads a selection. At 8,192 tokens documents, prompts and key tokens are
-those of benchmarks/sparsity.py, and the original's losses those of benchmarks/sparsity.json. --probes adds two texts
-per document: one ends with copies of four segments, the other with four questions for numbers, both inserted 1K to 7K
-tokens before (benchmarks/sparsity_probes.py): the loss in nats per copied token, and how many numbers are the most
-likely continuation, digit by digit, as in greedy decoding. --scratch keeps the conversions for another run.
+those of benchmarks/sparsity.py. --probes adds two texts per document: one ends with copies of four segments, the other
+with four questions for numbers, both inserted 1K to 7K tokens before (research/probes.py): the loss in nats per copied
+token, and how many numbers are the most likely continuation, digit by digit, as in greedy decoding. --scratch keeps the
+conversions for another run.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import argparse
 import math
 import random
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Results, command, evaluation_texts, parser, wikitext
-from sparsity import PROMPT, read, select, windows
-from sparsity_probes import needles, segments
 from torch import Tensor
 
+from benchmarks.script import evaluation_texts, parser, run, scratch, wikitext
+from benchmarks.sparsity import PROMPT, key_tokens, read, select, windows
+from mlaforge.bench.results import Results
 from mlaforge.checkpoint.loading import load_model
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.conversion import convert
@@ -36,6 +34,7 @@ from mlaforge.demo import model as demo_model
 from mlaforge.evaluation import perplexity
 from mlaforge.evaluation.config import EvalConfig
 from mlaforge.rendering.table import markdown_table
+from research.probes import needles, segments
 
 SHORT_TEXTS = {"wiki": 8, "code": 4}
 QUESTIONS = 4
@@ -82,27 +81,21 @@ def probe(model: Any, tokenizer: Any, name: str, ids: Tensor, other: Tensor, spa
     }
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/default_quality.json")
-    arguments.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    arguments.add_argument("--probes", action="store_true", help="copies and needles too, which take longest")
-    arguments.add_argument("--scratch", type=Path, help="folder of the conversions")
-    options = arguments.parse_args()
+def measure(options: argparse.Namespace) -> Results:
     original = demo_model.fetch()
-    results = Results(options.out, [], resume=True)
-    results.body["command"] = command()
-    with contextlib.ExitStack() as stack:
-        scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.out.parent)))
-        scratch.mkdir(parents=True, exist_ok=True)
+    results = Results(options.raw, [], resume=True)
+    with scratch(options) as folder:
         models = {"original": original}
         for seed in options.seeds:
-            models[f"seed {seed}"] = scratch / f"default-seed-{seed}"
+            models[f"seed {seed}"] = folder / f"default-seed-{seed}"
             convert.run(str(original), models[f"seed {seed}"], ConvertConfig(seed=seed, eval_windows=0))
-        tokenizer, dense = SourceModel.open(original).tokenizer, dense_rows()
-        evaluation_texts(tokenizer, options.data, SHORT_TEXTS, 2048, scratch)
-        texts = {"wiki": wikitext(options.data)[1], "code": str(scratch / "code.txt")}
-        short = [{"model": name, "text": text, "kind": "2K"} for name in models if name != "original" for text in texts]
-        for row in results.missing(short):
+        tokenizer = SourceModel.open(original).tokenizer
+        evaluation_texts(tokenizer, options.data, SHORT_TEXTS, 2048, folder)
+        texts = {"wiki": wikitext(options.data)[1], "code": str(folder / "code.txt")}
+        shorts = [
+            {"model": name, "text": text, "kind": "2K"} for name in models if name != "original" for text in texts
+        ]
+        for row in results.missing(shorts):
             config = EvalConfig(
                 text=texts[row["text"]], windows=SHORT_TEXTS[row["text"]], dtype="float32", teacher=str(original)
             )
@@ -115,7 +108,7 @@ def main() -> None:
         others = [*documents.values()][1:] + [*documents.values()][:1]
         for model_name, path in models.items():
             model, sparse = None, model_name != "original"
-            kinds = ["losses"] * sparse + ["probes"] * options.probes
+            kinds = ["losses"] + ["probes"] * options.probes
             keys = ({"model": model_name, "text": name, "kind": kind} for kind in kinds for name in documents)
             for row in results.missing(keys):
                 name, ids = row["text"], documents[row["text"]]
@@ -123,18 +116,19 @@ def main() -> None:
                 if row["kind"] == "losses":
                     past = read(model, ids[: PROMPT + 1], None, sparse=False)[1]
                     losses = read(model, ids, past, sparse=sparse)[0]
+                    key = exact_rows(results.rows)[name]["key"] if sparse else key_tokens(model, ids, losses)
                     means = [float(part.mean()) for part in losses.split(1024)]
-                    results.add({**row, "losses": means, "key_loss": float(losses[dense[name]["key"]].mean())})
+                    key_loss = float(losses[key].mean()) if key else None
+                    results.add({**row, "losses": means, "key_loss": key_loss, **({} if sparse else {"key": key})})
                 else:
                     other = others[[*documents].index(name)]
                     results.add({**row, **probe(model, tokenizer, name, ids, other, sparse)})
-    print(table(results.rows))
+    return results
 
 
-def dense_rows() -> dict[str, dict[str, Any]]:
-    """The dense original's row of every document in benchmarks/sparsity.json."""
-    rows = json.loads((Path(__file__).parent / "sparsity.json").read_text(encoding="utf-8"))["rows"]
-    return {row["text"]: row for row in rows if (row["form"], row["selector"]) == ("original", "dense")}
+def exact_rows(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The dense original's losses of every document."""
+    return {row["text"]: row for row in rows if (row["model"], row["kind"]) == ("original", "losses")}
 
 
 def figures(rows: list[dict[str, Any]], model: str) -> dict[str, float]:
@@ -143,7 +137,7 @@ def figures(rows: list[dict[str, Any]], model: str) -> dict[str, float]:
     def by_text(kind: str, of: str = model) -> dict[str, dict[str, Any]]:
         return {row["text"]: row for row in rows if (row["model"], row["kind"]) == (of, kind)}
 
-    short, long, exact = by_text("2K"), by_text("losses"), dense_rows()
+    short, long, exact = by_text("2K"), by_text("losses"), exact_rows(rows)
     differences = [
         statistics.fmean(row["losses"]) - statistics.fmean(exact[text]["losses"]) for text, row in long.items()
     ]
@@ -166,17 +160,25 @@ def figures(rows: list[dict[str, Any]], model: str) -> dict[str, float]:
     return values
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown table: every conversion, their mean, and the bars."""
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Figures of every conversion, their mean, and the bars."""
+    rows = body["rows"]
     names = dict.fromkeys(row["model"] for row in rows if row["model"] != "original")
     by_model = {name: figures(rows, name) for name in names}
     heads = [name for name in BARS if all(name in values for values in by_model.values())]
     by_model["mean"] = {name: statistics.fmean(values[name] for values in by_model.values()) for name in heads}
-    by_model["bar"] = BARS
-    return markdown_table(
-        [["", *heads], *([name, *(f"{row[k]:.4f}" for k in heads)] for name, row in by_model.items())]
-    )
+    return [{"model": name, **values} for name, values in by_model.items()] + [{"model": "bar", **BARS}]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown table of the rows."""
+    heads = [name for name in BARS if all(name in row for row in rows)]
+    return markdown_table([["", *heads], *([row["model"], *(f"{row[name]:.4f}" for name in heads)] for row in rows)])
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser(__doc__, "benchmarks/sparsity.json", "default output")
+    arguments.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    arguments.add_argument("--probes", action="store_true", help="copies and needles too, which take longest")
+    arguments.add_argument("--scratch", type=Path, help="folder of the conversions")
+    run(arguments, measure, short, table)

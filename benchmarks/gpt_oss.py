@@ -1,6 +1,6 @@
 """Targets of GPT-OSS's conversion on real text: half of the full layers' cache in both layouts, a quarter coded.
 
-    python benchmarks/gpt_oss.py --data ../shared/data [--folder runs/gpt-oss] [--out benchmarks/gpt_oss.json]
+    python -m benchmarks.gpt_oss --data ../shared/data [--folder runs/gpt-oss] [--summarize FILE]
 
 The original is SmolLM2 rewritten as GPT-OSS (docs/gpt-oss.md) with windows, YaRN, sinks, experts that differ, and
 healing; it is created in FOLDER once. Protocol of benchmarks/conversion.py: at most 65,536 calibration tokens of
@@ -10,11 +10,12 @@ convert it on two cores.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
-from rows import Results, parser, wikitext
-
+from benchmarks.script import parser, run, wikitext
+from mlaforge.bench.results import Results
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
 from mlaforge.demo import gpt_oss
@@ -29,20 +30,13 @@ CONVERSIONS: list[tuple[str, dict[str, float], float]] = [
 ]
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/gpt_oss.json")
-    arguments.add_argument("--folder", type=Path, default=Path("runs/gpt-oss"))
-    arguments.add_argument("--original", type=Path, help="a GPT-OSS checkpoint, instead of making one")
-    arguments.add_argument("--heal", type=int, default=56, help="steps")
-    arguments.add_argument("--calibration-windows", type=int, default=32)
-    arguments.add_argument("--windows", type=int, default=16, help="windows of wiki.test.raw")
-    options = arguments.parse_args()
+def measure(options: argparse.Namespace) -> Results:
     valid, test = wikitext(options.data)
     original = options.original or options.folder / "original"
     if not options.original:
         config = MakeGptOssConfig(windows=True, yarn=32.0, sinks=True, differ=0.02, heal=options.heal, text=valid)
         gpt_oss.run(original, config)
-    results = Results(options.out, [], calibration_windows=options.calibration_windows)
+    results = Results(options.raw, [], calibration_windows=options.calibration_windows)
     for layout, size, bar in CONVERSIONS:
         convert_config = ConvertConfig(
             layout=layout, calibration=valid, nsamples=options.calibration_windows, evaluation=test,
@@ -52,7 +46,15 @@ def main() -> None:
         manifest = convert.run(str(original), folder, convert_config, calibrated=options.folder / "calibration")
         metrics = {key: value for key, value in manifest.metrics.items() if key != "layers"}
         results.add({"layout": layout, **size, "bar": bar, **metrics, "stages": manifest.seconds})
-    print(table(results.rows))
+    return results
+
+
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of numbers, with the time of all stages together."""
+    return [
+        {name: sum(value.values()) if name == "stages" else value for name, value in row.items()
+         if name == "stages" or not isinstance(value, dict | list)} for row in body["rows"]
+    ]  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -67,4 +69,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser(__doc__, "benchmarks/gpt_oss.json", "quality")
+    arguments.add_argument("--folder", type=Path, default=Path("runs/gpt-oss"))
+    arguments.add_argument("--original", type=Path, help="a GPT-OSS checkpoint, instead of making one")
+    arguments.add_argument("--heal", type=int, default=56, help="steps")
+    arguments.add_argument("--calibration-windows", type=int, default=32)
+    arguments.add_argument("--windows", type=int, default=16, help="windows of wiki.test.raw")
+    run(arguments, measure, short, table)

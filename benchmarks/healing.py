@@ -1,6 +1,6 @@
 """Recovery by healing on real weights, by training time: the healing tables of docs/results.md.
 
-    python benchmarks/healing.py --data ../shared/data [--folder runs/healing] [--only latent-0.25 ...]
+    python -m benchmarks.healing --data ../shared/data [--folder runs/healing] [--only latent-0.25 ...]
 
 SmolLM2-135M-Instruct in fp32, converted with 65,536 tokens of wiki.valid.tokens and healed by recipes/smollm2-heal.yaml
 on the rest of that text; evaluated on the first 32,768 tokens of wiki.test.raw in windows of 2048 (the protocol of
@@ -9,12 +9,14 @@ benchmarks/conversion.py), which neither has seen. At most an hour of one core e
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Results, parser, wikitext
 
+from benchmarks.script import ROOT, parser, run, wikitext
+from mlaforge.bench.results import Results
 from mlaforge.checkpoint import source_model
 from mlaforge.checkpoint.layerwise import LayerStream
 from mlaforge.checkpoint.token_losses import perplexity, window_losses
@@ -37,7 +39,7 @@ RUNS: dict[str, tuple[float, dict[str, Any]]] = {
     "latent_rope-0.5": (1.10, {"steps": 16}),
 }
 WINDOWS, SEQLEN = 16, 2048
-RECIPE = Path(__file__).parents[1] / "recipes" / "smollm2-heal.yaml"
+RECIPE = ROOT / "recipes" / "smollm2-heal.yaml"
 
 
 def evaluate(directory: Path, text: corpus.Windows, label: str) -> float:
@@ -49,15 +51,11 @@ def evaluate(directory: Path, text: corpus.Windows, label: str) -> float:
         return perplexity(window_losses(stream, text.ids, label))
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/healing.json")
-    arguments.add_argument("--folder", type=Path, default=Path("runs/healing"))
-    arguments.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
-    options = arguments.parse_args()
+def measure(options: argparse.Namespace) -> Results:
     directory = demo_model.fetch()
     valid, test = wikitext(options.data)
     text = corpus.windows(source_model.load_tokenizer(directory), test, WINDOWS, SEQLEN)
-    results = Results(options.out, {}, resume=True)
+    results = Results(options.raw, {}, resume=True)
     original = results.once("original", lambda: evaluate(directory, text, "original"))
     for name in options.only:
         layout, budget = name.split("-")
@@ -78,23 +76,40 @@ def main() -> None:
         results.rows[name] = row
         results.save()
         log(f"{name}: {row['ratio'][0]:.4f} -> {row['ratio'][1]:.4f} (bar {bar})")
-    print(table(results.rows))
+    return results
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row per conversion with the changes to the recipe and about six points of the curve: tokens, seconds,
+    validation perplexity over the teacher's, KL."""
+    rows = []
+    for name, row in body["rows"].items():
+        points = row["curve"][:: max(1, len(row["curve"]) // 6)]
+        rows.append({
+            "name": name, **{key: row[key] for key in ("bar", "ppl", "ratio", "tokens", "tokens_per_second", "refit")},
+            "seconds": sum(row["seconds"].values()),
+            "recipe": {key: row["config"][key] for key in ("steps", "learning_rate", "refit")},
+            "curve": [[p["tokens"], p["seconds"], p["ppl"] / p["teacher_ppl"], p["kl"]] for p in points],
+        })  # fmt: skip
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
     """Tables of docs/results.md: test perplexity before and after, and validation perplexity by tokens."""
     result_rows, curves = [], []
-    for name, row in rows.items():
-        hours, (before, after) = sum(row["seconds"].values()) / 3600, row["ratio"]
+    for row in rows:
+        hours, (before, after) = row["seconds"] / 3600, row["ratio"]
         bar, tokens = f"<= {row['bar']}", f"{row['tokens']:,}"
-        result_rows.append((name, f"{before:.4f}", f"{after:.4f}", bar, tokens, f"{hours:.2f}"))
-        for point in row["curve"][:: max(1, len(row["curve"]) // 8)]:
-            trained = (f"{point['tokens']:,}", f"{point['seconds'] / 3600:.2f}")
-            curves.append((name, *trained, f"{point['ppl'] / point['teacher_ppl']:.4f}", f"{point['kl']:.5f}"))
+        result_rows.append((row["name"], f"{before:.4f}", f"{after:.4f}", bar, tokens, f"{hours:.2f}"))
+        for trained, seconds, ratio, kl in row["curve"]:
+            curves.append((row["name"], f"{trained:,}", f"{seconds / 3600:.2f}", f"{ratio:.4f}", f"{kl:.5f}"))
     before_and_after = markdown_table([("cache", "converted", "healed", "bar", "tokens seen", "hours"), *result_rows])
     heads = ("cache", "tokens seen", "hours of training", "validation ppl / teacher's", "KL")
     return f"{before_and_after}\n\n{markdown_table([heads, *curves])}"
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser(__doc__, "benchmarks/healing.json", "healing")
+    arguments.add_argument("--folder", type=Path, default=Path("runs/healing"))
+    arguments.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
+    run(arguments, measure, short, table)

@@ -1,6 +1,6 @@
 """Cost of smaller caches: perplexity of SmolLM2-135M-Instruct by storage of the rows, and of its conversions.
 
-    python benchmarks/kv_cache.py --data ../shared/data [--windows 16] [--scratch FOLDER] [--out FILE.json]
+    python -m benchmarks.kv_cache --data ../shared/data [--windows 16] [--scratch FOLDER] [--summarize FILE]
 
 bf16 engine on a CPU; windows of 2048 tokens of wiki.test.raw and of three other kinds of text, each token read once,
 through the cache, as in a request. Coded conversions are calibrated on WikiText's validation text. Divergence is
@@ -14,18 +14,18 @@ in nats relative to the original model. --scratch keeps conversions for another 
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import math
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Results, command, evaluation_texts, parser, wikitext, without_repeats
 from torch import Tensor
 
+from benchmarks.script import evaluation_texts, parser, run, scratch, wikitext, without_repeats
 from mlaforge import LLM, SamplingParams
+from mlaforge.bench.results import Results
 from mlaforge.checkpoint import source_model
 from mlaforge.conversion import convert
 from mlaforge.conversion.config import ConvertConfig
@@ -147,21 +147,14 @@ def row_keys() -> Iterator[dict[str, Any]]:
         yield {"layout": layout, "stored": f"{bits:g} bits"}
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/kv_cache.json")
-    arguments.add_argument("--windows", type=int, default=16, help="windows of wiki.test.raw")
-    arguments.add_argument("--scratch", type=Path, help="folder of the conversions")
-    options = arguments.parse_args()
+def measure(options: argparse.Namespace) -> Results:
     original = demo_model.fetch()
     tokenizer = source_model.load_tokenizer(original)
-    results = Results(options.out, [], resume=True, command=command(), spans=SPANS, distances=DISTANCES,
-                      divergences=DIVERGENCES)  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.out.parent)))
-        scratch.mkdir(parents=True, exist_ok=True)
+    results = Results(options.raw, [], resume=True, spans=SPANS, distances=DISTANCES, divergences=DIVERGENCES)
+    with scratch(options) as folder:
         tuned = corpus.windows(tokenizer, wikitext(options.data)[0], CALIBRATION_WINDOWS, LENGTH, seed=0)
         window_counts = {"wiki": options.windows, "code": 4, "maths": 4, "chat": 4}
-        eval_windows = evaluation_texts(tokenizer, options.data, window_counts, LENGTH, scratch)
+        eval_windows = evaluation_texts(tokenizer, options.data, window_counts, LENGTH, folder)
         eval_windows = without_repeats(eval_windows, overlap.passages(tuned))
         texts = {name: windows.ids for name, windows in eval_windows.items()}
         used = LONG_WINDOWS * LONG
@@ -175,12 +168,12 @@ def main() -> None:
         for row in results.missing(row_keys()):
             directory, stored = original, STORED.get(row["stored"], "coded")
             if stored == "coded":
-                directory = scratch / f"{row['layout']} {row['stored']}"
+                directory = folder / f"{row['layout']} {row['stored']}"
                 config = ConvertConfig(
                     layout=row["layout"], bits=float(row["stored"].split()[0]), calibration=wikitext(options.data)[0],
                     nsamples=CALIBRATION_WINDOWS, seqlen=LENGTH, eval_windows=0, device="cpu", dense=True,
                 )  # fmt: skip
-                convert.run(str(original), directory, config, calibrated=scratch / "calibration")
+                convert.run(str(original), directory, config, calibrated=folder / "calibration")
             llm = open_llm(directory, stored)
             measurement = reference.compare(engine_states(llm, texts))
             long = long_contexts(llm, running, copied)
@@ -192,7 +185,13 @@ def main() -> None:
                 "copy_difference": measurement["copy"]["again"] - exact["copy"]["again"],
                 "bytes_ratio": measurement["bytes"] / exact["bytes"],
             })  # fmt: skip
-    print(table(results.rows))
+    return results
+
+
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows without the losses of single passages and perplexities."""
+    names = ("layout", "stored", "bytes", "bytes_ratio", "ratio", "copy_difference", "divergence")
+    return [{name: row[name] for name in names if name in row} for row in body["rows"]]
 
 
 # Heads of `divergence_cells`.
@@ -200,7 +199,10 @@ DIVERGENCES = ["KL", "its 99 %", "equal top tokens"]
 
 
 def divergence_cells(row: dict[str, Any], text: str) -> tuple[str, ...]:
-    """Mean and 99th percentile of KL(original | form) in nats per token, and the share of equal top tokens."""
+    """Mean and 99th percentile of KL(original | form) in nats per token, and the share of equal top tokens; dashes if
+    they were not measured."""
+    if "divergence" not in row:
+        return ("–",) * len(DIVERGENCES)
     part = row["divergence"][text]
     return f"{part['kl']:.4f}", f"{part['kl_p99']:.3f}", f"{part['top1']:.1%}"
 
@@ -218,4 +220,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser(__doc__, "benchmarks/kv_cache.json", "kv cache")
+    arguments.add_argument("--windows", type=int, default=16, help="windows of wiki.test.raw")
+    arguments.add_argument("--scratch", type=Path, help="folder of the conversions")
+    run(arguments, measure, short, table)

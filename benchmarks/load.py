@@ -1,14 +1,14 @@
 """Load test of the server: 64 streaming clients at once, mixed lengths, random disconnects, for minutes.
 
-    python benchmarks/load.py MODEL [--minutes 10] [--clients 64] [--out FILE] [-- options of `mlaforge serve`]
-    python benchmarks/load.py --url http://127.0.0.1:8000 [--key KEY] ...
+    python -m benchmarks.load MODEL [--minutes 10] [--clients 64] [-- options of `mlaforge serve`]
+    python -m benchmarks.load --url http://127.0.0.1:8000 [--key KEY] ...
 
 With MODEL it starts `mlaforge serve` itself on a free port, watches its memory, and ends it with SIGTERM. Each client
 sends one request after another: prompts of up to 512 words (a third share a prefix), answers of 4 to 256 tokens.
 One request in eight is cancelled by its client at a random time. `lost` counts requests that were neither cancelled nor
 completed with all tokens and [DONE]; it must be 0, as must `cache_blocks_used` at the end. RSS is sampled every 5 s;
-its slope over the second half, in MiB per minute, distinguishes a leak from a cache that fills. Prints JSON; exit code
-1 if a request was lost, a block is in use at the end, or the server's exit code is not 0.
+its slope over the second half, in MiB per minute, distinguishes a leak from a cache that fills. Exit code 1, and no
+table, if a request was lost, a block is in use at the end, or the server's exit code is not 0.
 """
 
 from __future__ import annotations
@@ -17,22 +17,19 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import signal
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
-import psutil
-from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.script import parser, run
+from mlaforge.bench.results import Results
+from mlaforge.bench.server_process import gauges, rss_mib, start
 
 TEXT = "the of and a to in is was he for it with as his on be at by had not are but from or have an they"
 WORDS = TEXT.split()
@@ -122,20 +119,11 @@ async def one_client(client: httpx.AsyncClient, seed: int, words: int, until: fl
             await asyncio.sleep(1)
 
 
-def rss_mib(pid: int) -> float:
-    return float(psutil.Process(pid).memory_info().rss / 2**20)
-
-
 async def watch(pid: int, samples: list[tuple[float, float]]) -> None:
     start = time.monotonic()
     while True:
         samples.append((time.monotonic() - start, rss_mib(pid)))
         await asyncio.sleep(5)
-
-
-async def gauges(client: httpx.AsyncClient) -> dict[str, float]:
-    text = (await client.get("/metrics")).text
-    return {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples if not s.labels}
 
 
 async def settle(client: httpx.AsyncClient) -> dict[str, float]:
@@ -192,58 +180,45 @@ def memory(samples: list[tuple[float, float]]) -> dict[str, Any]:
     return {"rss_mib": [[round(at), round(mib, 1)] for at, mib in shown], "rss_slope_mib_per_minute": round(slope, 3)}
 
 
-def start(
-    model: str, options: list[str], log: IO[bytes] | None = None, checkout: Path | None = None
-) -> tuple[subprocess.Popen[bytes], str]:  # fmt: skip
-    """Start `mlaforge serve` on a free port and return when it answers. log: receives its stderr (default: this
-    process's). checkout: folder of the mlaforge to run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlaforge", "serve", model, "--port", str(port), *options]
-    env = None if checkout is None else {**os.environ, "PYTHONPATH": str(checkout.absolute() / "src")}
-    process = subprocess.Popen(command, stderr=log, env=env)
-    url = f"http://127.0.0.1:{port}"
-    while process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return process, url
-        except httpx.TransportError:
-            time.sleep(0.5)
-    raise SystemExit(f"the server ended with {process.returncode}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("--url")
-    parser.add_argument("--key")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--words", type=int, default=512, help="longest prompt")
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--out", type=Path)
-    arguments = sys.argv[1:]
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parser.parse_args(arguments[:at])
+def measure(options: argparse.Namespace) -> Results:
     if bool(options.model) == bool(options.url):
-        parser.error("give MODEL or --url")
+        raise SystemExit("give MODEL or --url")
     process = None
     if options.model:
-        process, options.url = start(options.model, arguments[at + 1 :])
+        process, options.url = start(options.model, options.rest)
     try:
-        pid = process.pid if process else None
-        result = asyncio.run(load(options, pid))
+        result = asyncio.run(load(options, process.pid if process else None))
         if process:
             process.send_signal(signal.SIGTERM)
             result["exit_code"] = process.wait(120)
     finally:
         if process:
             process.kill()
-    print(json.dumps(result, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    raise SystemExit(bool(result["lost"] or result["cache_blocks_used"] or result.get("exit_code")))
+    results = Results(options.raw, [])
+    results.add(result)
+    if result["lost"] or result["cache_blocks_used"] or result.get("exit_code"):
+        raise SystemExit(f"failed: see {options.raw}")
+    return results
+
+
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The row with the first and the last sample of memory."""
+    return [
+        {**row, **({"rss_mib": [row["rss_mib"][0], row["rss_mib"][-1]]} if row.get("rss_mib") else {})}
+        for row in body["rows"]
+    ]
+
+
+def show(rows: list[dict[str, Any]]) -> str:
+    return "\n".join(f"{name}: {value}" for row in rows for name, value in row.items())
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser(__doc__, "benchmarks/serving.json", "load", data=False)
+    arguments.add_argument("model", nargs="?")
+    arguments.add_argument("--url")
+    arguments.add_argument("--key")
+    arguments.add_argument("--clients", type=int, default=64)
+    arguments.add_argument("--words", type=int, default=512, help="longest prompt")
+    arguments.add_argument("--minutes", type=float, default=10)
+    run(arguments, measure, short, show)

@@ -1,6 +1,6 @@
 """Peak memory of converting a model of GPT-OSS-20B's geometry, by its number of layers.
 
-    python benchmarks/memory.py [--layers 2 4] [--windows 2] [--out benchmarks/memory.json]
+    python -m benchmarks.memory [--layers 2 4] [--windows 2] [--summarize FILE]
 
 The checkpoint has random weights (`make-gptoss --geometry`), 2.2 GiB of embeddings and 0.44 GiB per layer, in a
 temporary folder next to the results. Each conversion runs in a separate process, in fp32 on the CPU, with windows of
@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rows import Results, parser
+
+from benchmarks.script import parser, run
+from mlaforge.bench.results import Results
+from mlaforge.rendering.table import text_table
 
 
 def write_source(directory: Path, layers: int) -> int:
@@ -61,33 +64,44 @@ def convert_and_watch(source: Path, out: Path, layout: str, windows: int) -> dic
     return {"peak_gib": peak / 2**30, "seconds": time.perf_counter() - start, "stages": stages}
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/memory.json", data=False)
-    arguments.add_argument("--layers", type=int, nargs="+", default=[2, 4])
-    arguments.add_argument("--layout", default="latent_rope")
-    arguments.add_argument("--windows", type=int, default=2)
-    arguments.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
-    options = arguments.parse_args()
-    if options.worker:
-        print(json.dumps(convert_and_watch(*options.worker, options.layout, options.windows)))
-        return
-    results = Results(options.out, [])
+def measure(options: argparse.Namespace) -> Results:
+    results = Results(options.raw, [])
+    options.raw.parent.mkdir(parents=True, exist_ok=True)
     for layers in options.layers:
-        with tempfile.TemporaryDirectory(dir=options.out.parent) as folder:
+        with tempfile.TemporaryDirectory(dir=options.raw.parent) as folder:
             source = Path(folder) / "source"
             source.mkdir()
             size = write_source(source, layers)
-            command = [sys.executable, __file__, "--layout", options.layout, "--windows", str(options.windows),
-                       "--worker", source, Path(folder) / "out"]  # fmt: skip
+            command = [sys.executable, "-m", "benchmarks.memory", "--layout", options.layout, "--windows",
+                       str(options.windows), "--worker", source, Path(folder) / "out"]  # fmt: skip
             printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         measured = {"checkpoint_gib": size / 2**30, **json.loads(printed)}
         results.add({"layers": layers, "windows": options.windows, **measured})
     first, last = results.rows[0], results.rows[-1]
     for name, unit in (("peak_gib", "gib_per_layer"), ("seconds", "seconds_per_layer")):
         results.body[unit] = (last[name] - first[name]) / max(1, last["layers"] - first["layers"])
-    results.save()
-    print("{gib_per_layer:.4f} GiB and {seconds_per_layer:.1f} s per layer".format(**results.body))
+    return results
+
+
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = body["rows"]
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [("layers", "checkpoint, GiB", "peak, GiB", "s")]
+    lines += [(str(row["layers"]), *(f"{row[key]:.2f}" for key in ("checkpoint_gib", "peak_gib", "seconds")))
+              for row in rows]  # fmt: skip
+    return text_table(lines)
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser(__doc__, "benchmarks/gpt_oss.json", "memory", data=False)
+    arguments.add_argument("--layers", type=int, nargs="+", default=[2, 4])
+    arguments.add_argument("--layout", default="latent_rope")
+    arguments.add_argument("--windows", type=int, default=2)
+    arguments.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
+    if worker := (options := arguments.parse_args()).worker:
+        print(json.dumps(convert_and_watch(*worker, options.layout, options.windows)))
+    else:
+        run(arguments, measure, short, table)

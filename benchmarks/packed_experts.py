@@ -3,7 +3,8 @@
 Beside it llama.cpp on a GGUF file of the same tensors, and what the memory's speed allows.
 
     mlaforge make-gptoss runs/gptoss-20b --geometry 20b
-    python benchmarks/packed_experts.py --model runs/gptoss-20b --llama ENV/bin/python [--formats bfloat16 int8]
+    python -m benchmarks.packed_experts --model runs/gptoss-20b --llama ENV/bin/python [--formats bfloat16 int8]
+        [--table NAME]
 
 ENV is an environment of its own with xllamacpp, which carries llama.cpp built for AVX2. Each measurement is a process
 of its own, one after the other, its file read once before; rounds alternate. Prompts are random token ids, distinct.
@@ -157,38 +158,65 @@ def worker(command: list[Any]) -> dict[str, Any]:
     return json.loads(printed.splitlines()[-1]) | {"peak_resident_gib": peak / 2**20}
 
 
+def measure(options: argparse.Namespace) -> Any:
+    from mlaforge.bench.results import Results
+    from mlaforge.ops import native
+
+    results = Results(options.raw, [], kernels=native.form())
+    own_files = sorted(options.model.glob("*.safetensors"))
+    file = options.model.with_suffix(".gguf")
+    if options.llama and not file.exists():
+        from benchmarks import gguf_file
+
+        gguf_file.write(options.model, file)
+    results.body["token_bytes"] = {format: token_bytes(options.model, format) for format in options.formats}
+    for round in range(options.rounds):
+        for kind in (*options.formats, *(["llama"] if options.llama else [])):
+            path, python = (file, options.llama) if kind == "llama" else (options.model, sys.executable)
+            warmed([file] if kind == "llama" else own_files)
+            read = read_speed(options.threads)
+            command = [python, __file__, "--threads", options.threads, "--worker", kind, path]
+            results.add({"round": round, "kind": kind, "read_bytes_s": read, **worker(command)})
+    return results
+
+
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """All rows, without llama.cpp's description of the processor."""
+    return [{name: value for name, value in row.items() if name != "system"} for row in body["rows"]]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows by kind: values of all rounds."""
+    from mlaforge.rendering.table import markdown_table
+
+    kinds = dict.fromkeys(row["kind"] for row in rows)
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("round", "kind"))
+
+    def cell(name: str, kind: str) -> str:
+        return "; ".join(f"{row[name]:.4g}" for row in rows if row["kind"] == kind and name in row)
+
+    return markdown_table([["", *kinds], *([name, *(cell(name, kind) for kind in kinds)] for name in names)])
+
+
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--model", type=Path, default=Path("runs/gptoss-20b"))
-    options.add_argument("--formats", nargs="+", default=["bfloat16"])
-    options.add_argument("--llama", type=Path, help="Python of an environment with xllamacpp")
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--threads", type=int, default=2)
-    options.add_argument("--out", type=Path, default=Path("benchmarks/packed_experts.json"))
-    options.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    given = options.parse_args()
-    if given.worker:
-        kind, path = given.worker[0], Path(given.worker[1])
-        print(json.dumps(llama(path, given.threads) if kind == "llama" else ours(path, kind, given.threads)))
+    # The process of a measurement may be another environment's, without mlaforge.
+    if "--worker" in sys.argv:
+        options = argparse.ArgumentParser()
+        options.add_argument("--threads", type=int)
+        options.add_argument("--worker", nargs=2)
+        chosen = options.parse_args()
+        kind, path = chosen.worker[0], Path(chosen.worker[1])
+        print(json.dumps(llama(path, chosen.threads) if kind == "llama" else ours(path, kind, chosen.threads)))
         return
+    from benchmarks.script import parser, run
 
-    from rows import Results, command
-
-    results = Results(given.out, [], command=command())
-    own = sorted(given.model.glob("*.safetensors"))
-    file = given.model.with_suffix(".gguf")
-    if given.llama and not file.exists():
-        import gguf_file
-
-        gguf_file.write(given.model, file)
-    results.body["token_bytes"] = {format: token_bytes(given.model, format) for format in given.formats}
-    for round in range(given.rounds):
-        for kind in (*given.formats, *(["llama"] if given.llama else [])):
-            path, python = (file, given.llama) if kind == "llama" else (given.model, sys.executable)
-            warmed([file] if kind == "llama" else own)
-            read = read_speed(given.threads)
-            command_ = [python, __file__, "--threads", given.threads, "--worker", kind, path]
-            results.add({"round": round, "kind": kind, "read_bytes_s": read, **worker(command_)})
+    arguments = parser(__doc__, "benchmarks/gpt_oss.json", "packed experts", data=False)
+    arguments.add_argument("--model", type=Path, default=Path("runs/gptoss-20b"))
+    arguments.add_argument("--formats", nargs="+", default=["bfloat16"])
+    arguments.add_argument("--llama", type=Path, help="Python of an environment with xllamacpp")
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--threads", type=int, default=2)
+    run(arguments, measure, short, table)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The tables of docs/scaling.md: what `mlaforge plan` computes for GPT-OSS, by ranks of tensor parallelism. Seconds.
 
-python benchmarks/scaling.py
+python -m benchmarks.scaling
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Steady serving: requests with random (Poisson) arrivals while others decode, as in `vllm bench serve`.
 
-    python benchmarks/serving.py MODEL [--base CHECKOUT] [--rates 1 2 4] [--requests 60] [--rounds 3] [--long 0.2]
-        [--out FILE.json] [-- options of `mlaforge serve`]
+    python -m benchmarks.serving MODEL [--base CHECKOUT] [--rates 1 2 4] [--requests 60] [--rounds 3] [--long 0.2]
+        [--table NAME] [-- options of `mlaforge serve`]
 
 Serves MODEL and, from a second checkout of mlaforge, the same (`base`). Both get the same requests, in turn in every
 round, while the idle server only occupies memory. At each of --rates (requests per second) --requests arrive, with
@@ -13,8 +13,8 @@ stays below it. With --long, this share of the prompts has a length between the 
 `long` are the times to the first token of the two kinds. `together`: --crowd prompts of --crowd-prompt tokens arrive at
 once; time to the first token of each, in the order of arrival.
 
-`summary` has the medians over the rounds, and percentiles over all rounds for `short` and `long`. `ratios` has the mean
-ratio to the base in the same round, with the ends of its 95 % interval from 4 rounds on.
+The table has the medians over the rounds, and percentiles over all rounds for `short` and `long`; `over_base` is the
+mean ratio of tokens per second to the base in the same round, with the ends of its 95 % interval from 4 rounds on.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ import random
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-from load import WORDS, completion, percentiles, start
-from rows import Results, command, parser
 
+from benchmarks.load import WORDS, completion, percentiles
+from benchmarks.script import parser, run
+from mlaforge.bench.results import Results
+from mlaforge.bench.server_process import commit_of, start
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.rendering.page import interval
 from mlaforge.rendering.table import text_table
-from mlaforge.runtime import log
 
 # Seconds between simultaneous prompts, so that they arrive in the order in which they were sent.
 APART = 0.005
@@ -138,9 +138,10 @@ def rounds(options: argparse.Namespace, texts: Texts, urls: dict[str, str], resu
                     results.add({"side": side, "rate": rate, "round": number, **row})
 
 
-def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Medians over the rounds, one line per rate and side."""
-    lines = []
+    lines, rows = [], body["rows"]
+    over_base = ratios(rows) if body["base"] else {}
     for rate in dict.fromkeys(row["rate"] for row in rows):
         for side in dict.fromkeys(row["side"] for row in rows):
             side_rows = [row for row in rows if (row["side"], row["rate"]) == (side, rate)]
@@ -157,6 +158,8 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 for name in times:
                     for at in ("p50", "p99"):
                         line[f"{name}_{at}"] = round(statistics.median(cuts[at] for cuts in times[name]), 4)
+                if side == "today" and str(rate) in over_base:
+                    line["over_base"] = over_base[str(rate)]
             lines.append(line)
     return lines
 
@@ -178,22 +181,35 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 def table(lines: list[dict[str, Any]]) -> str:
     steady = [line for line in lines if line["rate"] is not None]
-    shown = text_table([list(steady[0]), *([str(cell) for cell in line.values()] for line in steady)])
+    heads = list(dict.fromkeys(name for line in steady for name in line))
+    shown = text_table([heads, *([str(line.get(name, "–")) for name in heads] for line in steady)])
     crowds = [f"first tokens of prompts that come together, {line['side']}: {line['together']}"
               for line in lines if line["rate"] is None]  # fmt: skip
     return "\n".join([shown, *crowds])
 
 
-def commit(checkout: Path) -> str:
-    result = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
-    return result.stdout.strip()
+def measure(options: argparse.Namespace) -> Results:
+    if options.model is None:
+        raise SystemExit("MODEL is missing")
+    texts = Texts(SourceModel.open(options.model).tokenizer)
+    results = Results(options.raw, [], base=commit_of(options.base) if options.base else None)
+    servers: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
+    try:
+        servers["today"] = start(options.model, options.rest)
+        if options.base:
+            servers["base"] = start(options.model, options.rest, checkout=options.base)
+        rounds(options, texts, {side: url for side, (_, url) in servers.items()}, results)
+    finally:
+        for process, _ in servers.values():
+            process.send_signal(signal.SIGTERM)
+        for process, _ in servers.values():
+            process.wait(120)
+    return results
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/serving.json", data=False)
-    arguments.add_argument("model")
+if __name__ == "__main__":
+    arguments = parser(__doc__, "benchmarks/serving.json", "steady", data=False)
+    arguments.add_argument("model", nargs="?")
     arguments.add_argument("--base", type=Path, help="a second checkout of mlaforge")
     arguments.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="requests per second")
     arguments.add_argument("--requests", type=int, default=60, help="per rate and round")
@@ -204,31 +220,4 @@ def main() -> None:
     arguments.add_argument("--crowd", type=int, default=8, help="simultaneous prompts; 0: none")
     arguments.add_argument("--crowd-prompt", type=int, default=2048, help="tokens of each simultaneous prompt")
     arguments.add_argument("--rounds", type=int, default=3)
-    words = sys.argv[1:]
-    at = words.index("--") if "--" in words else len(words)
-    options, serve_options = arguments.parse_args(words[:at]), words[at + 1 :]
-    texts = Texts(SourceModel.open(options.model).tokenizer)
-    facts = {"command": command(), "base": commit(options.base) if options.base else None}
-    results = Results(options.out, [], **facts)
-    servers: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
-    try:
-        servers["today"] = start(options.model, serve_options)
-        if options.base:
-            servers["base"] = start(options.model, serve_options, checkout=options.base)
-        rounds(options, texts, {side: url for side, (_, url) in servers.items()}, results)
-    finally:
-        for process, _ in servers.values():
-            process.send_signal(signal.SIGTERM)
-        for process, _ in servers.values():
-            process.wait(120)
-    results.body["summary"] = summary(results.rows)
-    if options.base:
-        results.body["ratios"] = ratios(results.rows)
-    results.save()
-    log(table(results.body["summary"]))
-    if options.base:
-        log(f"tokens per second over the base's, by rate, with 95 % interval: {results.body['ratios']}")
-
-
-if __name__ == "__main__":
-    main()
+    run(arguments, measure, short, table)

@@ -1,30 +1,31 @@
-"""Perplexity at long context with a selection of tokens: an index compared with upper bounds.
+"""Perplexity at long context of models that read a selection of tokens, over the same model read densely.
 
-    python benchmarks/sparsity.py --data ../shared/data --model DIR [--topk 1024 512] [--selectors pairs oracle ...]
+    python -m benchmarks.sparsity --data ../shared/data --model DIR [--form NAME] [--topk 1024 512] [--placed]
 
 DIR is an output of `mlaforge sparsify`. One-document windows of 8192 tokens of three kinds: WikiText-2's test articles,
 modules of installed packages, and docstrings of others. The first 4096 tokens are read densely, like a prompt; every
 later token reads a selection and is evaluated. Key tokens are those that the dense model predicts by at least one nat
-better than with a context of 1024 to 1536 tokens (LongPPL, arXiv 2410.23771). fp32 in transformers. An interrupted run
-resumes.
+better than with a context of 1024 to 1536 tokens (LongPPL, arXiv 2410.23771). fp32 in transformers. --placed: with the
+budgets of layers that the model has. An interrupted run resumes; research/selectors.py compares other selectors.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import copy
 import math
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Results, parser, wikitext
-from token_selectors import SELECTORS, select_by
 from torch import Tensor
 
+from benchmarks.script import parser, run, wikitext
+from mlaforge.bench.results import Results
 from mlaforge.checkpoint.loading import load_model
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus, overlap
@@ -97,47 +98,53 @@ def key_tokens(model: Any, ids: Tensor, losses: Tensor) -> list[int]:
     return (torch.cat(short) - losses >= 1).nonzero().flatten().tolist()
 
 
-def main() -> None:
-    arguments = parser(__doc__, "benchmarks/sparsity.json")
-    arguments.add_argument("--model", required=True)
-    arguments.add_argument("--form", default="latent 50 %", help="what the table calls it")
-    arguments.add_argument("--topk", type=int, nargs="*", default=[1024, 512])
-    arguments.add_argument("--selectors", nargs="*", choices=[*SELECTORS], default=["pairs", "oracle"])
-    options = arguments.parse_args()
+def choose(model: Any, selector: str, topk: int) -> None:
+    """Make every sparse layer read `topk` tokens, or with `placed` the number of its own budget."""
+    for layer in model.model.layers:
+        sparse = getattr(layer.self_attn, "sparse", None)
+        if sparse is not None and selector != "placed":
+            sparse.topk = topk
+
+
+def measure(
+    options: argparse.Namespace, selectors: Sequence[str], choose: Callable[[Any, str, int], None] = choose,
+    exact: Sequence[str] = (),
+) -> Results:  # fmt: skip
+    """Losses of every document by selector and number of tokens. choose: makes a model use a selector; exact: selectors
+    with other index keys, which the cache of the model's own index lacks."""
     source = SourceModel.open(options.model)
     texts = windows(source, options.data)
-    results = Results(options.out, [], resume=True)
+    results = Results(options.raw, [], resume=True)
     model = load_model(source, "float32")
-    variants = [("dense", LENGTH), *((selector, k) for k in options.topk for selector in options.selectors)]
+    variants = [("dense", LENGTH), *((selector, k) for k in options.topk for selector in selectors)]
     for name, ids in texts.items():
         row_keys = [{"form": options.form, "text": name, "selector": selector, "topk": k} for selector, k in variants]
-        # An exact index has different keys, which the cache of another index lacks.
         prompts: dict[bool, Any] = {}
         key: list[int] = next((r["key"] for r in results.rows if r.items() >= row_keys[0].items()), [])
         for row in results.missing(row_keys):
-            exact = SELECTORS.get(row["selector"], (False, None))[0]
-            select_by(model, "pairs" if row["selector"] == "dense" else row["selector"], row["topk"])
-            if exact not in prompts:
-                prompts[exact] = read(model, ids[: PROMPT + 1], None, sparse=False)[1]
-            losses, _ = read(model, ids, copy.deepcopy(prompts[exact]), sparse=row["selector"] != "dense")
+            is_exact = row["selector"] in exact
+            choose(model, "pairs" if row["selector"] == "dense" else row["selector"], row["topk"])
+            if is_exact not in prompts:
+                prompts[is_exact] = read(model, ids[: PROMPT + 1], None, sparse=False)[1]
+            losses, _ = read(model, ids, copy.deepcopy(prompts[is_exact]), sparse=row["selector"] != "dense")
             measurement = {"losses": [float(part.mean()) for part in losses.split(1024)]}
             if row["selector"] == "dense":
                 key = measurement["key"] = key_tokens(model, ids, losses)
             results.add({**row, **measurement, "key_loss": float(losses[key].mean())})
-    print(table(results.rows))
+    return results
 
 
 def mean(numbers: list[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else math.nan
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Perplexity over the dense model's by kind of text."""
+def short(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Perplexity over the dense model's by kind of text and position, with the additional loss in nats of every 1,024
+    tokens."""
+    rows = body["rows"]
     dense = {(r["form"], r["text"]): r for r in rows if r["selector"] == "dense"}
     kinds = {"articles": set(ARTICLES), "modules": set(MODULES), "reference": {f"docstrings of {n}" for n in REFERENCE}}
-    lines: list[list[str]] = [
-        ["form", "selector", "k", *kinds, "all", "worst window", "4K to 6K", "6K to 8K", "key tokens"]
-    ]
+    lines = []
     for key in dict.fromkeys((r["form"], r["selector"], r["topk"]) for r in rows if r["selector"] != "dense"):
         group = [r for r in rows if (r["form"], r["selector"], r["topk"]) == key]
         # Additional loss in nats of every 1024 tokens, by document.
@@ -146,19 +153,41 @@ def table(rows: list[dict[str, Any]]) -> str:
             for r in group
         }
         windows = {text: mean(parts) for text, parts in loss_by_document.items()}
-        groups = [[x for text, x in windows.items() if text in names] for names in kinds.values()]
-        places = (
-            [x for parts in loss_by_document.values() for x in parts[half]] for half in (slice(0, 2), slice(2, 4))
-        )
+        nats = {kind: mean([x for text, x in windows.items() if text in names]) for kind, names in kinds.items()}
+        nats |= {"all": mean([*windows.values()]), "worst document": max(windows.values())}
+        for place, half in (("4K to 6K", slice(0, 2)), ("6K to 8K", slice(2, 4))):
+            nats[place] = mean([x for parts in loss_by_document.values() for x in parts[half]])
         # All key tokens have equal weights.
         tokens = [
             (len(d["key"]), r["key_loss"] - d["key_loss"]) for r in group if (d := dense[r["form"], r["text"]])["key"]
         ]
-        helped_by = sum(n * x for n, x in tokens) / max(1, sum(n for n, _ in tokens))
-        means = (*map(mean, groups), mean([*windows.values()]), max(windows.values()), *map(mean, places), helped_by)
-        lines.append([key[0], key[1], str(key[2]), *(f"{math.exp(x):.4f}" for x in means)])
-    return markdown_table(lines)
+        nats["key tokens"] = sum(n * x for n, x in tokens) / max(1, sum(n for n, _ in tokens))
+        lines.append({
+            "form": key[0], "selector": key[1], "topk": key[2], "documents": len(group),
+            **{name: math.exp(loss) for name, loss in nats.items()},
+            "nats by 1K": [mean([parts[at] for parts in loss_by_document.values()]) for at in range(4)],
+        })  # fmt: skip
+    return lines
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Perplexity over the dense model's."""
+    heads = ("form", "selector", "topk", "articles", "modules", "reference", "all", "worst document", "4K to 6K",
+             "6K to 8K", "key tokens")  # fmt: skip
+    cells = [[f"{row[h]:.4f}" if isinstance(row[h], float) else str(row[h]) for h in heads] for row in rows]
+    return markdown_table([list(heads), *cells])
+
+
+def sparse_parser(doc: str | None, out: str, name: str) -> argparse.ArgumentParser:
+    """Parser with the options of all measurements of a sparse model."""
+    arguments = parser(doc, out, name)
+    arguments.add_argument("--model", help="output of `mlaforge sparsify`")
+    arguments.add_argument("--form", default="latent 50 %", help="its name in the table")
+    arguments.add_argument("--topk", type=int, nargs="*", default=[1024, 512])
+    return arguments
 
 
 if __name__ == "__main__":
-    main()
+    arguments = sparse_parser(__doc__, "benchmarks/sparsity.json", "selections")
+    arguments.add_argument("--placed", action="store_true", help="with the model's budgets of layers")
+    run(arguments, lambda options: measure(options, ["placed" if options.placed else "pairs"]), short, table)

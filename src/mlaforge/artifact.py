@@ -39,6 +39,8 @@ WORK, LOCK, FINGERPRINT = "work", "lock", "begun"
 # Suffix of a file that is still being written.
 UNFINISHED = ".unfinished"
 UNFINISHED_MANIFEST = f".{MANIFEST}{UNFINISHED}"
+# Longest line of a manifest with more than one value.
+MANIFEST_WIDTH = 320
 # Error numbers of a file system without locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -75,7 +77,8 @@ class Manifest:
         self.environment = self.environment or environment()
         body = {**dataclasses.asdict(self), "fingerprint": self.fingerprint}
         unfinished = directory / UNFINISHED_MANIFEST
-        unfinished.write_text(json.dumps(body, indent=1, default=str) + "\n", encoding="utf-8")
+        text = compact_json(json.loads(json.dumps(body, default=str)), MANIFEST_WIDTH)
+        unfinished.write_text(text + "\n", encoding="utf-8")
         os.replace(unfinished, directory / MANIFEST)
 
     @classmethod
@@ -94,6 +97,22 @@ class Manifest:
         if isinstance(manifest.files, list):
             manifest.files = dict.fromkeys(manifest.files, "")
         return manifest
+
+
+def compact_json(value: Any, width: int, indent: int = 0) -> str:
+    """Return `value` as JSON in which a list or mapping that fits into `width` characters has one line, unless it holds
+    a list of mappings, each of which begins a line. indent: of the line on which the value begins."""
+    line = json.dumps(value)
+    if not isinstance(value, dict | list | tuple) or not value or (indent + len(line) <= width and "[{" not in line):
+        return line
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    pairs = value.items() if isinstance(value, dict) else ((None, item) for item in value)
+    inner = " " * (indent + 1)
+    items = (
+        inner + ("" if key is None else f"{json.dumps(key)}: ") + compact_json(item, width, indent + 1)
+        for key, item in pairs
+    )
+    return f"{begin}\n" + ",\n".join(items) + f"\n{' ' * indent}{end}"
 
 
 def artifacts_below(folder: Path) -> dict[str, Manifest | None]:

@@ -1,29 +1,16 @@
 """Benchmark of steady serving: requests, and measurements of the answers."""
 
 import argparse
-import importlib.util
 import itertools
 import random
 import statistics
-import sys
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from benchmarks import serving
 
 
-@pytest.fixture
-def serving(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
-    # Not named `serving`, which is a package of tests.
-    spec = importlib.util.spec_from_file_location("bench_serving", FOLDER / "serving.py")
-    monkeypatch.setitem(sys.modules, "bench_serving", module := importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_arrivals_are_poisson_and_reproducible(serving):
+def test_arrivals_are_poisson_and_reproducible():
     texts = serving.Texts(lambda text, **_: {"input_ids": list(range(40))})
     options = argparse.Namespace(requests=4000, prompt=20, answer=3, long=0)
     answers, repeated = (list(texts.steady(random.Random("0 4.0"), 4.0, options)) for _ in range(2))
@@ -36,7 +23,7 @@ def test_arrivals_are_poisson_and_reproducible(serving):
     assert {answer.tokens for answer in answers} == {2, 3, 4}
 
 
-def test_measurements_of_answers(serving):
+def test_measurements_of_answers():
     answers = [
         serving.Answer(0.0, [1], 3, times=[0.5, 0.6, 0.8]), serving.Answer(1.0, [1], 2, times=[1.25, 2.0]),
     ]  # fmt: skip
@@ -46,14 +33,16 @@ def test_measurements_of_answers(serving):
     rows = [{"side": side, "rate": 2.0, "round": n, **row, "requests_per_second": rate}
             for side, rates in (("today", (1, 5, 3)), ("base", (2, 2, 4))) for n, rate in enumerate(rates)]  # fmt: skip
     rows += [{"side": "today", "rate": None, "round": n, "together": [n, 2 - n]} for n in range(3)]
-    lines = serving.summary([row for row in rows if row["rate"]])
+    lines = serving.short({"base": "1234567", "rows": [row for row in rows if row["rate"]]})
     assert [(line["side"], line["requests_per_second"]) for line in lines] == [("today", 3), ("base", 2)]
-    assert serving.summary(rows[-3:]) == [{"rate": None, "side": "today", "together": [1, 1]}]
-    text = serving.table([*lines, *serving.summary(rows[-3:])])
+    assert [line.get("over_base", [None])[0] for line in lines] == [1.0, None]
+    together = serving.short({"base": None, "rows": rows[-3:]})
+    assert together == [{"rate": None, "side": "today", "together": [1, 1]}]
+    text = serving.table([*lines, *together])
     assert text.splitlines()[0].split() == list(lines[0]) and text.endswith("today: [1, 1]")
 
 
-def test_a_share_of_the_prompts_is_long(serving):
+def test_a_share_of_the_prompts_is_long():
     texts = serving.Texts(lambda text, **_: {"input_ids": list(range(40))})
     options = argparse.Namespace(requests=2000, prompt=20, answer=3, long=0.25, long_prompt=(100, 200))
     answers = list(texts.steady(random.Random(0), 4.0, options))

@@ -33,9 +33,11 @@ def test_a_head_is_what_draft_export_writes(folder, cli, tmp_path):
     assert verify.run(folder).problems == []
     manifest = Manifest.load(folder)
     assert manifest.config == {"dtype": "int8"}
-    # What it was trained on is known; the loss of every step stays with the training.
+    # What it was trained on is known; the curve and the loss of every step stay with the training.
     assert "text" in manifest.inputs["head"]["manifest"]["inputs"]
-    assert "losses" not in manifest.inputs["head"]["manifest"]["metrics"]
+    metrics = manifest.inputs["head"]["manifest"]["metrics"]
+    assert not {"losses", "curve"} & metrics.keys() and {"first", "best", "last"} <= metrics.keys()
+    assert len((folder / "manifest.json").read_text().splitlines()) < 60
     assert cli("draft", "export", folder, tmp_path / "out", "--dtype", "int8").exit_code == 0
     for name in ("config.json", "model.safetensors"):
         assert sha256(tmp_path / "out" / name) == sha256(folder / name)

@@ -79,7 +79,8 @@ def test_exports_record_the_training_text(cli, heads, tmp_path):
     int8, plain = heads
     first, two = ({"path": f"{name}.jsonl", "sha256": name} for name in ("one", "two"))
     text = [{"sha256": "t", "written_by": "m", "exclude": ["one"]}]
-    Manifest("draft train", {"steps": 3}, {"text": text, "init": None}, {"curve": [1.5]}).save(int8)
+    metrics = {"curve": [1.5, 2.0], "losses": [3.0], "tokens": 8}
+    Manifest("draft train", {"steps": 3}, {"text": text, "init": None}, metrics).save(int8)
     run(cli, "draft", "export", int8, tmp_path / "fp16")
     run(cli, "draft", "export", tmp_path / "fp16", tmp_path / "again", "--dtype", "int8")
     assert dataset.check_unseen(tmp_path / "again", [first]) == ""
@@ -87,7 +88,7 @@ def test_exports_record_the_training_text(cli, heads, tmp_path):
     with pytest.raises(dataset.UserError, match=r"does not exclude two\.jsonl"):
         dataset.check_unseen(tmp_path / "again", [two])
     source = Manifest.load(tmp_path / "again").inputs["head"]["manifest"]["inputs"]["head"]["manifest"]
-    assert source["config"] == {"steps": 3} and source["metrics"] == {"curve": [1.5]}
+    assert source["config"] == {"steps": 3} and source["metrics"] == {"first": 1.5, "tokens": 8}
     run(cli, "draft", "export", plain, tmp_path / "unknown")
     assert "no manifest records" in dataset.check_unseen(tmp_path / "unknown", [first])
     assert dataset.training_texts(tmp_path / "unknown") is None

@@ -14,9 +14,10 @@ from mlaforge.gpu_verification.compilation import MULTIPROCESSORS, count, disass
 from mlaforge.gpu_verification.kernel_launches import LAUNCHES
 from mlaforge.gpu_verification.static import compiles, identity
 from mlaforge.ops.gpu_properties import SHARED_MEMORY
+from mlaforge.planning import kernel_loops
 
 ROOT = Path(__file__).parents[2]
-ROWS = json.loads((ROOT / "benchmarks/gpu_static.json").read_text())["rows"]
+LAUNCHED = kernel_loops.compiled()
 # Capabilities with asynchronous tensor cores.
 ASYNCHRONOUS = (90, 100)
 # Launches that spill in their loops: an accumulator of 64 x 512 takes half of the registers. Fewer warps or smaller
@@ -28,7 +29,7 @@ def test_the_table_is_of_the_kernels_as_they_are():
     """A changed kernel or another tile needs `make gpu-static`."""
     launches = [(name, at) for at in MULTIPROCESSORS for name in LAUNCHES if compiles(name, at)]
     committed = {
-        (row["name"], row["capability"]): {part: row[part] for part in ("source", "constants")} for row in ROWS
+        (line.name, line.capability): {"source": line.source, "constants": line.constants} for line in LAUNCHED
     }
     assert committed.keys() == {*launches}
     outdated = [launch for launch in launches if committed[launch] != json.loads(json.dumps(identity(*launch)))]
@@ -36,28 +37,27 @@ def test_the_table_is_of_the_kernels_as_they_are():
 
 
 def test_spills_are_within_the_predictions_of_verify_gpu():
-    over = [row for row in ROWS if row["spilled"] > LAUNCHES[row["name"]](gpu_of(row["capability"])).spilled]
+    over = [line for line in LAUNCHED if line.spilled > LAUNCHES[line.name](gpu_of(line.capability)).spilled]
     assert not over
 
 
 def test_kernels_fit_into_the_shared_memory():
-    over = [row for row in ROWS if row["shared"] > SHARED_MEMORY[divmod(row["capability"], 10)]]
-    assert not [(row["name"], row["capability"], row["shared"]) for row in over]
+    assert not [line for line in LAUNCHED if line.shared > SHARED_MEMORY[divmod(line.capability, 10)]]
 
 
 @pytest.mark.parametrize(
-    "row",
-    [row for row in ROWS if row["capability"] in ASYNCHRONOUS],
-    ids=lambda row: f"{row['name']}, sm_{row['capability']}",
+    "line",
+    [line for line in LAUNCHED if line.capability in ASYNCHRONOUS],
+    ids=lambda line: f"{line.name}, sm_{line.capability}",
 )
-def test_kernels_use_the_processor_that_they_are_compiled_for(row):
+def test_kernels_use_the_processor_that_they_are_compiled_for(line):
     """Tensor cores where tiles are multiplied in 16 bits, wide loads of cache rows, few spills in loops."""
-    name, loop = row["name"], row["loop"]
+    name = line.name
     multiplies = name.startswith(("gqa", "mla", "absorb", "up-project", "experts")) and "sum" not in name
     multiplies |= name in ("selection lse", "selection score")
-    assert not multiplies or "fp32" in name or row["instructions"]["tensor"], name
-    assert loop["spill"] <= (loop["all"] / 12 if name.startswith(SPILLING) else 0), name
-    assert not name.startswith(("gqa", "mla", "merge")) or loop["wide load"], name
+    assert not multiplies or "fp32" in name or line.tensor, name
+    assert line.loop_spills <= (line.loop_instructions / 12 if name.startswith(SPILLING) else 0), name
+    assert not name.startswith(("gqa", "mla", "merge")) or line.loop_wide_loads, name
 
 
 def test_random_lengths_compile_few_variants():

@@ -21,5 +21,5 @@ def llama() -> ModelSpec:
 
 @pytest.fixture
 def cpu() -> Gpu:
-    """Two cores with AMX, as measured in benchmarks/engine-rows.json."""
+    """Two cores with AMX, as measured in benchmarks/speed.json."""
     return decoding_cpu(1.198e12, 20.46e9, 23.5, 2)

@@ -1,12 +1,12 @@
 """Typical losses equal the measurements in benchmarks/kv_cache.json, conversion.json and sparsity.json."""
 
-import json
 import math
 import statistics
 from pathlib import Path
 
 import pytest
 
+from mlaforge.bench.results import read_table
 from mlaforge.planning.forms import FORMS, SELECTED_FROM, Form
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -17,10 +17,11 @@ def measured_loss(form: Form) -> float:
     """Mean loss of the form over kinds of text, nats per token."""
     if form.budget is None:
         stored = form.stored if form.bits is None else f"{form.bits:g} bits"
-        fields, file = {"layout": form.layout, "stored": stored}, "kv_cache.json"
+        fields, table = {"layout": form.layout, "stored": stored}, ("kv_cache.json", "kv cache")
     else:
-        fields, file = {"layout": form.layout, "budget": form.budget, "calibration": "wiki"}, "conversion.json"
-    rows = json.loads((BENCHMARKS / file).read_text())["rows"]
+        fields = {"layout": form.layout, "budget": form.budget, "calibration": "wiki"}
+        table = ("conversion.json", "conversion")
+    rows = read_table(BENCHMARKS / table[0], table[1])["rows"]
     (row,) = [row for row in rows if fields.items() <= row.items()]
     return statistics.fmean(math.log(row["ratio"][kind]) for kind in KINDS) + selection(form)
 
@@ -31,16 +32,11 @@ def selection(form: Form) -> float:
         return 0.0
     kind = "original" if form.layout == "gqa" else "coded 25 %" if form.bits else "latent 50 %"
     # 2,048 tokens were measured on a conversion of another calibration.
-    file = "sparsity-2048.json" if form.reads == 2048 else "sparsity.json"
-    rows = json.loads((BENCHMARKS / file).read_text())["rows"]
-
-    def losses(selector: str, topk: int) -> dict[str, float]:
-        fields = {"form": kind, "selector": selector, "topk": topk}
-        return {row["text"]: statistics.fmean(row["losses"]) for row in rows if fields.items() <= row.items()}
-
-    dense, sparse = losses("dense", SELECTED_FROM), losses("pairs", form.topk(SELECTED_FROM))
-    assert len(dense) == len(sparse) == 8
-    return statistics.fmean(sparse[text] - dense[text] for text in dense)
+    table = "selections, 2,048 read" if form.reads == 2048 else "selections"
+    rows = read_table(BENCHMARKS / "sparsity.json", table)["rows"]
+    fields = {"form": kind, "selector": "pairs", "topk": form.topk(SELECTED_FROM), "documents": 8}
+    (row,) = [row for row in rows if fields.items() <= row.items()]
+    return math.log(row["all"])
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.advice(SELECTED_FROM))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from mlaforge.planning.kernel_loops import Loop
 from mlaforge.planning.kernel_time import Work, cycle_seconds, describe, predict, resident
 from mlaforge.planning.published_kernels import HOPPER, published_kernels
 
-TABLE = Path(__file__).parents[2] / "benchmarks/gpu_static.json"
 LOOP = Loop(instructions=400, exponentials=16, outside=0, warps=4, registers=96, shared=50 << 10)
 WORK = Work(programs=132, iterations=100, flops=1e6, memory=0.0, l2=0.0, asynchronous=True)
 
@@ -64,14 +62,17 @@ def test_chips_follow_their_datasheets():
     assert HOPPER.product_rate(False) == pytest.approx(0.65 * HOPPER.product_rate(True), rel=0.01)
 
 
-def test_the_packaged_loops_are_those_of_the_table():
-    """If not, run `python -m mlaforge.gpu_verification.static --derive`."""
-    rows = json.loads(TABLE.read_text())["rows"]
-    assert list(kernel_loops.lines()) == json.loads(json.dumps(kernel_loops.derive(rows)))
-    row = next(row for row in rows if row["name"] == "gqa-64" and row["capability"] == 90)
-    loop = kernel_loops.find(row["kernel"], 90, row["constants"])
-    assert loop and loop.instructions == row["loop"]["all"] and loop.registers == row["registers"]
+def test_the_packaged_loops_are_found():
+    launch = next(launch for launch in kernel_loops.compiled() if (launch.name, launch.capability) == ("gqa-64", 90))
+    loop = kernel_loops.find(launch.kernel, 90, launch.constants)
+    assert loop == launch.loop and loop.outside == launch.instructions - launch.loop_instructions > 0
     # The closest capability that is not newer; no loop of another tile or of an older GPU.
-    assert kernel_loops.find(row["kernel"], 91, row["constants"]) == loop
-    assert kernel_loops.find(row["kernel"], 90, {**row["constants"], "BLOCK_N": 7}) is None
-    assert kernel_loops.find(row["kernel"], 70, row["constants"]) is None
+    assert kernel_loops.find(launch.kernel, 91, launch.constants) == loop
+    assert kernel_loops.find(launch.kernel, 90, {**launch.constants, "BLOCK_N": 7}) is None
+    assert kernel_loops.find(launch.kernel, 70, launch.constants) is None
+
+
+def test_the_file_holds_every_launch():
+    body = json.loads(kernel_loops.FILE.read_text())
+    assert json.loads(json.dumps(kernel_loops.encode(kernel_loops.compiled()))).items() <= body.items()
+    assert len(kernel_loops.FILE.read_text().splitlines()) < 200

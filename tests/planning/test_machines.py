@@ -1,11 +1,11 @@
 """Predicted decode steps on CPUs against the engine's measured ones."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 
+from mlaforge.bench.results import read_table
 from mlaforge.families import read_spec
 from mlaforge.planning import machines
 from mlaforge.planning.code_plan import coded_plan
@@ -16,17 +16,14 @@ from mlaforge.runtime import UserError
 from support.configs import SMOLLM2
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-FILES = ("engine-rows.json", "engine-rows-avx512.json")
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_predicted_step_times_match_measurements(file: str) -> None:
+@pytest.mark.parametrize("kernels", ["amx", "avx512"])
+def test_predicted_step_times_match_measurements(kernels: str) -> None:
     """Every form, context and batch, absolute and relative to the original, within a factor of 1.5: enough to rank the
     forms."""
-    measurements = json.loads((BENCHMARKS / file).read_text())
-    cpu = machines.decoding_cpu(
-        max(measurements["product_flops"].values()), measurements["memory_bytes_per_second"], 23.5, 2
-    )
+    measurements = read_table(BENCHMARKS / "speed.json", kernels)
+    cpu = machines.decoding_cpu(measurements["roof"]["flops"], measurements["roof"]["bandwidth"], 23.5, 2)
     stored = read_spec(SMOLLM2)
     layers = tuple(dataclasses.replace(layer, mlp_bits=16.0) for layer in stored.layers)
     spec = dataclasses.replace(stored, bits=16.0, layers=layers)
@@ -52,29 +49,27 @@ def test_predicted_step_times_match_measurements(file: str) -> None:
 def test_predicted_sparse_step_times_match_measurements() -> None:
     """Relative to the original, within the same factor, on the machine of the other measurement. It was faster when
     batches of eight were measured, so these rows are excluded: a dense step of 8,000 tokens took 16 ms, not 25."""
-    measurements = json.loads((BENCHMARKS / "engine-rows-avx512.json").read_text())
-    cpu = machines.decoding_cpu(
-        max(measurements["product_flops"].values()), measurements["memory_bytes_per_second"], 23.5, 2
-    )
+    measurements = read_table(BENCHMARKS / "speed.json", "avx512")
+    cpu = machines.decoding_cpu(measurements["roof"]["flops"], measurements["roof"]["bandwidth"], 23.5, 2)
     stored = read_spec(SMOLLM2)
     layers = tuple(dataclasses.replace(layer, mlp_bits=16.0) for layer in stored.layers)
     spec = dataclasses.replace(stored, bits=16.0, layers=layers)
     dense = {
         "original": unconverted(spec), "latent": make_plan(spec, 0.5, "latent"),
-        "latent_rope": make_plan(spec, 0.5, "latent_rope"), "coded": coded_plan(spec, 4, "latent", "all"),
+        "latent_rope": make_plan(spec, 0.5, "latent_rope"), "latent, 4 bits": coded_plan(spec, 4, "latent", "all"),
     }  # fmt: skip
-    rows = json.loads((BENCHMARKS / "sparse_speed.json").read_text())["rows"]
-    step_ms = {(row["case"], row["form"]): row["ms_per_step"] for row in rows if "to base" in row}
-    assert len(step_ms) >= 10
-    for (case, form), ms in step_ms.items():
-        context, batch, topk = map(int, case.split("x"))
-        if form == "base" or batch > 1:
-            continue
+    rows = [row for row in read_table(BENCHMARKS / "sparsity.json", "speed")["rows"] if row["case"].endswith("x1")]
+    base_ms = {row["case"]: row["ms_per_step"] for row in rows if row["peer"] == "base"}
+    sparse_rows = [row for row in rows if "over_base" in row]
+    assert len(sparse_rows) == 2 * len(dense)
+    for row in sparse_rows:
+        form, ms, topk = row["peer"].rpartition(", ")[0], row["ms_per_step"], row["read"]
+        context = int(row["case"].removesuffix("x1"))
         layers = tuple(dataclasses.replace(layer, topk=topk, index=32) for layer in dense[form].layers)
         plan = dataclasses.replace(dense[form], layers=layers)
-        seconds = [decode_step(p, cpu, context, batch).total for p in (plan, dense["original"])]
-        error_ratio = seconds[0] / seconds[1] / (ms / step_ms[case, "base"])
-        assert 1 / 1.5 < error_ratio < 1.5, (case, form, error_ratio)
+        seconds = [decode_step(p, cpu, context, 1).total for p in (plan, dense["original"])]
+        error_ratio = seconds[0] / seconds[1] / (ms / base_ms[row["case"]])
+        assert 1 / 1.5 < error_ratio < 1.5, (row, error_ratio)
         assert plan.cache_bytes(context) == dense[form].cache_bytes(context) + 30 * 32 * context
 
 

@@ -5,39 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from support import killed
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    """Make benchmarks/attack importable, here and in its subprocesses."""
-    monkeypatch.syspath_prepend(ROOT)
-
 
 @pytest.fixture
 def ledger(tmp_path):
-    from benchmarks.attack.ledger import Ledger
+    from attack.ledger import Ledger
 
     return Ledger("part", 0, tmp_path)
 
 
 @pytest.fixture
 def specimens(tmp_path):
-    from benchmarks.attack.processes import make_home
-    from benchmarks.attack.specimens import Specimens
+    from attack.processes import make_home
+    from attack.specimens import Specimens
 
     return Specimens(tmp_path / "specimens", make_home(tmp_path / "home"))
 
 
 def test_requests_and_connections(tiny_models, ledger, tmp_path, monkeypatch):
     """Kinds that end quickly. The steps of a tiny model are too short for latency limits."""
-    from benchmarks.attack import connections, fuzz, requests, served
+    from attack import connections, fuzz, requests, served
 
     monkeypatch.setattr(served, "ALONE", 0.1)
     monkeypatch.setattr(served, "WARM_UP", 8)
@@ -63,7 +54,7 @@ def test_requests_and_connections(tiny_models, ledger, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_crashed_server_is_a_failure_and_is_replaced(tiny_models, ledger, tmp_path, monkeypatch):
-    from benchmarks.attack import served
+    from attack import served
 
     monkeypatch.setattr(served, "ALONE", 0.1)
     monkeypatch.setattr(served, "WARM_UP", 8)
@@ -86,8 +77,8 @@ def test_a_crashed_server_is_a_failure_and_is_replaced(tiny_models, ledger, tmp_
 
 def test_kills(tmp_path, monkeypatch):
     """As the command, of one stage."""
-    from benchmarks.attack import __main__ as attack
-    from benchmarks.attack import kills
+    from attack import __main__ as attack
+    from attack import kills
 
     monkeypatch.setattr(kills, "STAGES", {"draft train": 1})
     monkeypatch.setattr(attack, "IMPORTED", killed.IMPORTED)
@@ -102,7 +93,7 @@ def test_kills(tmp_path, monkeypatch):
 
 def test_corruptions(specimens, ledger, tmp_path, monkeypatch):
     """Of heads and GGUF files, which need nothing that is made first."""
-    from benchmarks.attack import corruptions
+    from attack import corruptions
 
     monkeypatch.setattr(corruptions, "KINDS", {kind: corruptions.KINDS[kind] for kind in ("gguf", "head")})
     row = ledger.row(**corruptions.run(ledger, 2, specimens, tmp_path / "work"))

@@ -10,6 +10,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from mlaforge.bench.results import read_table
 from mlaforge.cli.main import app
 from support.serving import serving
 
@@ -127,10 +128,12 @@ def test_python_runs(code, run, capsys):
 def measured() -> dict[str, list[str]]:
     """README's table by benchmarks/*.json: form -> cache, ratios on WikiText and Python source, tokens/s
     with AMX and without, healed."""
-    kv_cache, plain, amx, vectors, healing = (
-        json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())["rows"]
-        for name in ("kv_cache", "conversion", "engine-rows", "engine-rows-avx512", "healing")
+    tables = {"kv_cache": "kv cache", "conversion": "conversion", "speed": "amx", "healing": "healing"}
+    kv_cache, plain, amx, healing = (
+        read_table(ROOT / "benchmarks" / f"{file}.json", table)["rows"] for file, table in tables.items()
     )
+    vectors = read_table(ROOT / "benchmarks" / "speed.json", "avx512")["rows"]
+    healed_ratios = {r["name"]: r["ratio"] for r in healing}
 
     def row(share: float, ratio: dict[str, float], peer: str, healed: str = "") -> list[str]:
         rates = [{r["peer"]: f"{r['tokens_per_second']:.1f}" for r in speed if r["case"] == "2048x1"}
@@ -138,7 +141,7 @@ def measured() -> dict[str, list[str]]:
         return [
             f"{share:.1%}".replace("%", " %").replace(".0 ", " "), f"{ratio['wiki']:.3f}", f"{ratio['code']:.3f}",
             *(each.get(peer, "not measured") for each in rates),
-            f"{healing[healed]['ratio'][1]:.3f}" if healed else "–",
+            f"{healed_ratios[healed][1]:.3f}" if healed else "–",
         ]  # fmt: skip
 
     cached = {(r["layout"], r["stored"]): r for r in kv_cache}
@@ -173,7 +176,9 @@ def test_make_targets_exist():
     assert make_targets(text) | set(re.findall(r"`make ([a-z-]+)", text)) <= targets
 
 
-PATHS = set(re.findall(r"(?:docs|src|tests|benchmarks|examples)/[\w*/-]+(?:\.\w+)*", "\n".join(PAGES.values())))
+PATHS = set(
+    re.findall(r"(?:docs|src|tests|benchmarks|research|examples)/[\w*/-]+(?:\.\w+)*", "\n".join(PAGES.values()))
+)
 
 
 @pytest.mark.parametrize("path", sorted(PATHS))

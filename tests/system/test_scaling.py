@@ -2,25 +2,17 @@
 
 from pathlib import Path
 
-import pytest
+from benchmarks import scaling
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def scaling(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import scaling
-
-    return scaling
-
-
-def test_the_tables_equal_the_commands_output(scaling):
+def test_the_tables_equal_the_commands_output():
     documented = [line for line in (ROOT / "docs" / "scaling.md").read_text().splitlines() if line.startswith("| ")]
     assert [line for line in documented if line in set(scaling.lines())] == list(scaling.lines())
 
 
-def test_bytes_of_a_request(scaling):
+def test_bytes_of_a_request():
     """By hand: 18 full layers of 32K tokens and 18 of 128; 1,024 numbers a layer, 576 in a converted one; bf16."""
     full, sliding = 18 * 32768 * 2, 18 * 128 * 2
     raw = scaling.MODELS["120B"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mlaforge.config import DTYPES, Options, option
-from mlaforge.engine.config import ENGINE_DTYPES, MAX_DRAFT_TOKENS, SPECPV
+from mlaforge.engine.config import CACHE_DTYPES, ENGINE_DTYPES, MAX_DRAFT_TOKENS, SPECPV
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,15 +19,15 @@ class BenchConfig(Options):
         "GPU, else micro", choices=("auto", "cpu", "micro", "full"),
     )  # fmt: skip
     context: tuple[int, ...] | None = option(
-        None, "prompt length of each request; the suffix k means 1024", "tokens", least=2
+        None, "prompt length of each request; the suffix k means 1024", "tokens", least=0
     )
     batch: tuple[int, ...] | None = option(None, "requests that decode together", "requests", least=1)
     num_speculative_tokens: tuple[int, ...] | None = option(
         None, "drafted tokens per step; 0: plain decoding", "tokens", least=0, most=MAX_DRAFT_TOKENS
     )
     draft: tuple[str, ...] | None = option(
-        None, "drafter: ngram, replay (the output of plain decoding: the upper bound of any drafter), or the directory "
-        "of an EAGLE-3 head",
+        None, "drafter: ngram, replay (the output of plain decoding: the upper bound of any drafter), the directory of "
+        "an EAGLE-3 head, tree (that head's, of twice as many tokens) or default (adaptive, prompt lookup first)",
     )  # fmt: skip
     specpv: tuple[str, ...] | None = option(
         None, "verification of drafted tokens: off, full cache; lossless, a part of the cache first at every step; "
@@ -43,12 +43,20 @@ class BenchConfig(Options):
     dtype: tuple[str, ...] | None = option(
         None, "dtype of the engine's weights, as in `generate`", choices=ENGINE_DTYPES
     )
+    kv_cache_dtype: tuple[str, ...] | None = option(
+        None, "format of the engine's cached rows, as in `generate`", choices=CACHE_DTYPES
+    )
     transformers: tuple[str, ...] | None = option(
         None, "dtype of the transformers baseline; auto: the engine's; none: no baseline", choices=(*DTYPES, "none")
     )
     text: tuple[str, ...] | None = option(
         None, "source of the prompts: a file, a folder, or embedded (default)", repeat=True
     )
+    prompts: str | None = option(
+        None,
+        "file of prompts (.jsonl) to answer as conversations; --context (0): tokens of --text before each",
+    )
+    base: str | None = option(None, "another checkout of mlaforge, measured with the first MODEL as `base`")
     peer: tuple[str, ...] | None = option(
         None, "YAML file of another engine with an OpenAI endpoint (docs/bench.md)", repeat=True
     )
@@ -62,3 +70,5 @@ class BenchConfig(Options):
     implementation: str | None = option(None, "kernels: implementation to measure (default: the dispatched one)")
     device: str = option("auto", "compute device: auto, cpu, cuda, cuda:1, ...")
     out: str = option("results", "output folder; each run writes a subfolder named by its time")
+    summary: str | None = option(None, "file of tables (JSON) to which short tables of the results are added")
+    table: str | None = option(None, "name of the table in --summary (default: the scenario's name)")

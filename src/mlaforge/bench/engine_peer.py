@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 
 import torch
 
+from mlaforge.bench.decode import decode
 from mlaforge.bench.machine import Memory
 from mlaforge.bench.peer import PLAIN, DoesNotFit, Repetition, Variant
 from mlaforge.bench.replay import Replay
-from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.config import MAX_DRAFT_TOKENS, EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import Drafter
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.engine.speculation.sparse_view import SparseViewConfig, sparse_view_format
+from mlaforge.engine.speculation.speculation import Speculation
+from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.ops import native
 from mlaforge.runtime import UserError, resolve_device
 
@@ -35,7 +37,7 @@ class EnginePeer:
         self, directory: Path, model: str, head: Path | None, config: EngineConfig, max_length: int, max_batch: int,
         keep_prefixes: bool = False,
     ):  # fmt: skip
-        self.model, self.keep_prefixes = model, keep_prefixes
+        self.model, self.keep_prefixes, self.rows = model, keep_prefixes, config.kv_cache_dtype
         device = resolve_device(config.device)
         config = config.for_device(device)
         assert config.max_num_batched_tokens is not None
@@ -58,9 +60,11 @@ class EnginePeer:
         self.head: Drafter | None = self.engine.speculation.drafter if self.engine.speculation else None
         # Output of plain decoding, by the hashes of the prompts.
         self.answers: dict[tuple[int, ...], list[list[int]]] = {}
+        # Of adaptive variants: what was measured in one repetition is known in the next.
+        self.adapted: dict[Variant, Speculation] = {}
 
     def close(self) -> None:
-        del self.llm, self.engine, self.head
+        del self.llm, self.engine, self.head, self.adapted
 
     def check_room(self, context: int, batch: int, tokens: int) -> None:
         """Raise DoesNotFit if the case exceeds the model's context or the cache."""
@@ -103,12 +107,22 @@ class EnginePeer:
         engine.speculation, engine.model.boundaries = None, ()
         if not variant.count:
             return
-        engine.config = dataclasses.replace(engine.config, num_speculative_tokens=variant.count, specpv=variant.specpv)
+        adaptive = variant.draft == "default"
+        engine.config = dataclasses.replace(
+            engine.config, num_speculative_tokens=None if adaptive else variant.count, specpv=variant.specpv,
+            speculative_tree_tokens=2 * variant.count if variant.draft == "tree" else 0,
+            adaptive_speculation=adaptive,
+        )  # fmt: skip
         if variant.draft == "ngram":
             engine.speculate(PromptLookupDrafter())
         elif variant.draft == "replay":
             pairs = enumerate(zip(prompts, answers, strict=True))
             engine.speculate(Replay({str(index): prompt + answer for index, (prompt, answer) in pairs}))
+        elif adaptive:
+            engine.speculate(self.head or PromptLookupDrafter(MAX_DRAFT_TOKENS), prompt_lookup=True)
+            assert engine.speculation is not None
+            engine.speculation = self.adapted.setdefault(variant, engine.speculation)
+            engine.speculation.stats = SpeculationStats(engine.speculation.controller.max_draft_tokens)
         else:
             assert self.head is not None
             engine.speculate(self.head)
@@ -117,7 +131,7 @@ class EnginePeer:
         """See Peer.run. The prompts are computed without a cache, or with that of earlier repetitions under
         `keep_prefixes`; then they are found in the cache and continued, so that all requests begin to decode together.
         """
-        self.check_room(len(prompts[0]), len(prompts), tokens)
+        self.check_room(max(map(len, prompts)), len(prompts), tokens)
         key = tuple(hash(tuple(prompt)) for prompt in prompts)
         answers = self.answers.get(key, [])
         if variant.draft == "replay" and not answers:
@@ -146,34 +160,16 @@ class EnginePeer:
         return dataclasses.replace(repetition, ttft=None if cached_tokens else ttft, ttft_cached=ttft_cached)
 
     def decode(self, prompts: list[list[int]], tokens: int) -> Repetition:
-        """Prefill the prompts (cached prefixes are reused) and decode `tokens` tokens after the first of each."""
-        engine = self.engine
-        params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
-        start = time.perf_counter()
-        for index, prompt in enumerate(prompts):
-            engine.add(str(index), prompt, params)
-        last_times: dict[str, float] = {}
-        token_ids: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
-        decode_start, token_seconds, count, peak_bytes = 0.0, [], 0, 0
-        while engine.has_work:
-            outputs = engine.step()
-            now = time.perf_counter()
-            decoding = len(last_times) == len(prompts)
-            for output in outputs:
-                output.raise_for_error()
-                new = output.outputs[0].token_ids
-                token_ids[output.request_id] += new
-                if decoding:
-                    token_seconds += [(now - last_times[output.request_id]) / len(new)] * len(new)
-                    count += len(new)
-                last_times[output.request_id] = now
-            if not decoding and len(last_times) == len(prompts):
-                decode_start = now
+        """Compute the prompts (cached prefixes are reused) and decode `tokens` tokens after the first of each."""
+        engine, peak_bytes = self.engine, 0
+
+        def count_bytes() -> None:
+            nonlocal peak_bytes
             peak_bytes = max(peak_bytes, self.used_cache_bytes())
-        return Repetition(
-            decode_start - start, count, time.perf_counter() - decode_start, token_seconds, list(token_ids.values()),
-            cache_bytes=peak_bytes or None, speculation=engine.speculation.stats if engine.speculation else None,
-        )  # fmt: skip
+
+        decoded = decode(engine, SamplingParams, prompts, tokens, count_bytes)
+        stats = engine.speculation.stats if engine.speculation else None
+        return Repetition(**decoded, cache_bytes=peak_bytes or None, speculation=stats)
 
     def used_cache_bytes(self) -> int:
         """Cache bytes that requests use, without a draft head's rows."""

@@ -232,6 +232,8 @@ def _value(
     # The original of a conversion is another model; plain decoding has no draft.
     plain = {"draft", "specpv"} if "num_speculative_tokens" in gate.over else set()
     ignored = {"model"} if "layout" in gate.over else plain
+    if "engine" not in gate.over:
+        fields.append("kv_cache_dtype")
     if "specpv" in gate.over:
         # Only rows with the same cache were interleaved.
         fields.append("cache_fraction")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -14,10 +13,13 @@ from typing import Any
 import psutil
 import torch
 
-from mlaforge.artifact import record_text
+from mlaforge.artifact import compact_json, record_text
+from mlaforge.ops import native
 from mlaforge.runtime import environment, version
 
 SCHEMA = 1
+# Longest line of a row.
+ROW_WIDTH = 800
 
 
 def commit() -> tuple[str, bool]:
@@ -63,22 +65,16 @@ def header(kind: str, device: torch.device) -> dict[str, Any]:
     return {
         "kind": kind, "schema": SCHEMA, "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(Path(sys.argv[0]).name), "commit": code, "dirty": dirty,
-        "device": device_name(device), "environment": environment(),
+        "device": device_name(device), "kernels": native.form() if device.type == "cpu" else None,
+        "environment": environment(),
     }  # fmt: skip
 
 
 def write(path: Path, body: dict[str, Any]) -> None:
-    """Write `body` as JSON, a list of rows with a line per row, atomically: readers never see a partial file."""
-    rows = body.get("rows")
-    if isinstance(rows, list) and rows:
-        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-        # The indentation of the outermost level: a nested list of rows stays as it is.
-        text = json.dumps({**body, "rows": []}, indent=1).replace('\n "rows": []', f'\n "rows": [\n{lines}\n ]')
-    else:
-        text = json.dumps(body, indent=1)
+    """Write `body` as JSON with a line per row, atomically: readers never see a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text + "\n", encoding="utf-8")
+    partial.write_text(compact_json(body, ROW_WIDTH) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 

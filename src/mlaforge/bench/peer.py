@@ -28,8 +28,9 @@ class Repetition:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Way of decoding: `count` tokens drafted per step by `draft` (ngram, replay, head); 0 is plain decoding.
-    specpv: partial verification, as the engine's option."""
+    """Way of decoding: `count` tokens drafted per step by `draft` (ngram, replay, head, tree); 0 is plain decoding.
+    `default` is what the engine does with the head, or without one, by default: prompt lookup first, and as many tokens
+    as measurements say, whatever `count` is. specpv: partial verification, as the engine's option."""
 
     count: int = 0
     draft: str = "none"

@@ -1,4 +1,4 @@
-"""Prompts of a given length, cut from real text; short documents are joined."""
+"""Prompts of a given length, cut from real text (short documents are joined), and conversations from a file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from mlaforge.artifact import record_path, sha256
 from mlaforge.data import corpus
+from mlaforge.drafting.dataset import read_prompts
+from mlaforge.engine.request import chat_template
 from mlaforge.runtime import UserError
 
 
@@ -45,6 +47,38 @@ class Prompts:
         files = [p for source in self.sources if source != corpus.EMBEDDED for p in _files(Path(source).expanduser())]
         records = [{"path": record_path(path), "sha256": sha256(path)} for path in files]
         return [*records, *({"path": s, "sha256": ""} for s in self.sources if s == corpus.EMBEDDED)]
+
+
+class Conversations(Prompts):
+    """Conversations with the first turns of a file of prompts, in its order. file: .jsonl of {"turns": [text, ...]}."""
+
+    def __init__(self, file: str, sources: tuple[str, ...], tokenizer: Any):
+        super().__init__(sources, tokenizer)
+        self.file, self.turns = Path(file).expanduser(), read_prompts(Path(file).expanduser())
+
+    def __call__(self, context: int, batch: int, rounds: int) -> list[list[list[int]]]:
+        """Return [round][request] -> token ids. A passage of `context` tokens of the text stands before each turn, a
+        different one each time. Raise UserError if there are too few prompts or too little text."""
+        if (count := batch * rounds) > len(self.turns):
+            raise UserError(
+                f"{self.file} has {len(self.turns)} prompts, {count} are needed; reduce --rounds or --batch"
+            )
+        ids = corpus.tokens(self.tokenizer, self.text, count * context)
+        if len(ids) < count * context:
+            raise UserError(
+                f"the text has {len(ids)} tokens, {count} passages of {context} are needed; give more --text or reduce "
+                "--rounds or --context"
+            )
+        passages = [self.tokenizer.decode(ids[n * context : (n + 1) * context]) for n in range(count)]
+        prompts = [
+            chat_template.render(self.tokenizer, [{"role": "user", "content": f"{passage}\n\n{turn}".lstrip()}])
+            for passage, turn in zip(passages, self.turns, strict=False)
+        ]
+        return [prompts[first : first + batch] for first in range(0, count, batch)]
+
+    def describe(self) -> list[dict[str, str]]:
+        """See Prompts.describe; the file of prompts is the first."""
+        return [{"path": record_path(self.file), "sha256": sha256(self.file)}, *super().describe()]
 
 
 def _files(path: Path) -> list[Path]:

@@ -20,15 +20,15 @@ SCOPES = ("micro", "cpu")
 # Defaults of keys that a scenario's file may omit.
 DEFAULTS = {
     "warm_up": 1, "cache_fraction": 0.75, "prefix_caching": True, "draft": "ngram", "specpv": "off",
-    "dtype": "auto", "transformers": "auto", "text": ["embedded"],
+    "dtype": "auto", "kv_cache_dtype": "auto", "transformers": "auto", "text": ["embedded"],
 }  # fmt: skip
-DRAFTERS = ("ngram", "replay")
+DRAFTERS = ("ngram", "replay", "tree", "default")
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A fully resolved scenario. head: directory of the EAGLE-3 head among `drafts`. prompts_once: keep cached prompts
-    from case to case, so that each prompt is computed once."""
+    """A fully resolved scenario. head: directory of the EAGLE-3 head among `drafts`. prompts: file of conversations, or
+    None for cut text. prompts_once: keep cached prompts from case to case, so that each prompt is computed once."""
 
     scenario: str
     scope: str
@@ -45,8 +45,10 @@ class Recipe:
     cache_fractions: tuple[float, ...]
     prefix_caching: bool
     dtypes: tuple[str, ...]
+    kv_cache_dtypes: tuple[str, ...]
     transformers: tuple[str, ...]
     text: tuple[str, ...]
+    prompts: str | None
     prompts_once: bool
 
 
@@ -69,14 +71,23 @@ def read(scenario: str, scope: str, config: BenchConfig) -> Recipe:
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     chosen = {name: getattr(defaults, name) if value is None else value for name, value in options.items()}
     drafts, head = _drafts(chosen["draft"])
+    if config.prompts is not None and config.context is None:
+        chosen["context"] = (0,)
     recipe = Recipe(
         scenario, scope, description, _distinct(chosen["context"]), _distinct(chosen["batch"]),
         tuple(sorted(set(chosen["num_speculative_tokens"]))), drafts, head, _distinct(chosen["specpv"]),
         chosen["tokens"], chosen["rounds"], chosen["warm_up"], chosen["cache_fraction"], chosen["prefix_caching"],
-        chosen["dtype"], chosen["transformers"], chosen["text"], prompts_once,
+        _distinct(chosen["dtype"]), _distinct(chosen["kv_cache_dtype"]), chosen["transformers"], chosen["text"],
+        config.prompts, prompts_once,
     )  # fmt: skip
     if "replay" in recipe.drafts and max(recipe.counts) and 0 not in recipe.counts:
         raise UserError("draft replay needs the output of plain decoding; add 0 to num_speculative_tokens")
+    if recipe.prompts is None and min(recipe.contexts) < 2:
+        raise UserError(f"context {min(recipe.contexts)} must be at least 2, except with --prompts")
+    if recipe.prompts is not None and max(recipe.batches) > 1 and set(recipe.transformers) != {"none"}:
+        raise UserError("transformers needs prompts of equal lengths: give --transformers none, or --batch 1")
+    if "tree" in recipe.drafts and recipe.head is None:
+        raise UserError("draft tree needs a head: --draft tree,HEAD")
     if "none" in recipe.transformers and set(recipe.transformers) != {"none"}:
         raise UserError(f"transformers {','.join(recipe.transformers)} must be either none or a list of dtypes")
     return recipe

@@ -47,9 +47,10 @@ def describe(gpu: Gpu | None) -> dict[str, Any] | None:
 
 
 def stored_in(plan: Plan, dtype: str) -> Plan:
-    """`plan` with the cache format that a model in `dtype` uses by default; coded layers stay coded."""
+    """`plan` with the cache format that a model in `dtype` uses by default; coded and quantized rows stay."""
     plain = "fp32" if dtype == "float32" else "bf16"
-    return dataclasses.replace(plan, stored="coded" if plan.stored == "coded" else plain, plain=plain)
+    stored = plain if plan.stored in ("bf16", "fp32") else plan.stored
+    return dataclasses.replace(plan, stored=stored, plain=plain)
 
 
 def layout_of(plan: Plan) -> str:

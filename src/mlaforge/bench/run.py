@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mlaforge.bench import gate, recipe, scenario, summary
 from mlaforge.bench.config import BenchConfig
+from mlaforge.bench.results import add_table
 from mlaforge.config import nearest
 from mlaforge.runtime import UserError
 
@@ -35,7 +36,12 @@ def run(what: str, models: list[str], config: BenchConfig) -> tuple[Path, str]:
         from mlaforge.bench import conversion
 
         return folder, conversion.table(conversion.run(models, config, folder))
-    permit = functools.partial(gate.permit, out, config.force)
-    return folder, "\n\n".join(
-        f"{name}\n{summary.table(scenario.run(name, models, config, folder, permit))}" for name in names
-    )
+    permit, tables = functools.partial(gate.permit, out, config.force), []
+    if config.table is not None and (config.summary is None or len(names) > 1):
+        raise UserError("--table names the table of one scenario in --summary FILE")
+    for name in names:
+        body = scenario.run(name, models, config, folder, permit)
+        tables.append(f"{name}\n{summary.table(body)}")
+        if config.summary is not None:
+            add_table(Path(config.summary), config.table or name, summary.short(body))
+    return folder, "\n\n".join(tables)

@@ -17,15 +17,17 @@ import torch
 
 from mlaforge.artifact import Manifest, record_path
 from mlaforge.bench import machine, summary
+from mlaforge.bench.checkout_peer import CheckoutPeer
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
 from mlaforge.bench.engine_peer import EnginePeer
 from mlaforge.bench.invariants import Audit, Finding, merge
 from mlaforge.bench.peer import PLAIN, DoesNotFit, Peer, Repetition, Variant
-from mlaforge.bench.prompts import Prompts
+from mlaforge.bench.prompts import Conversations, Prompts
 from mlaforge.bench.recipe import Recipe, read, scope_of
 from mlaforge.bench.roof import describe, layout_of, roof
 from mlaforge.bench.row import Row
+from mlaforge.bench.server_process import commit_of
 from mlaforge.bench.transformers_peer import Transformers
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.drafting.dataset import check_unseen
@@ -57,8 +59,8 @@ class UnavailablePeer:
 
     weight_bytes: int | None = None
 
-    def __init__(self, name: str, model: str, dtype: str, error: DoesNotFit | PeerFailed):
-        self.name, self.model, self.dtype, self.error = name, model, dtype, error
+    def __init__(self, name: str, model: str, dtype: str, error: DoesNotFit | PeerFailed, rows: str = ""):
+        self.name, self.model, self.dtype, self.error, self.rows = name, model, dtype, error, rows
 
     def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Repetition:
         raise self.error
@@ -121,7 +123,7 @@ def run(
     imported = [case for file in config.import_ or () for case in _imported(Path(file), scenario)]
     gpu, start = roof(config.roof, device), time.monotonic()
     # All models of a run read the same text, tokenized by their tokenizers.
-    texts = {model.name: Prompts(recipe.text, model.source.tokenizer) for model in resolved}
+    texts = {model.name: _prompts_of(recipe, model) for model in resolved}
     text_files = texts[names[0]].describe()
     unknown = check_unseen(recipe.head, text_files) if recipe.head is not None else ""
     if unknown:
@@ -134,19 +136,21 @@ def run(
              "layout": layout_of(m.plan), "numbers_per_token": m.plan.cached_per_token, **_quality(m.source.path)}
             for m in resolved
         ],
-        "perf": None, "cases": [],
+        "base": config.base and commit_of(Path(config.base)), "perf": None, "cases": [],
     }  # fmt: skip
     path, findings = folder / f"{scenario}.json", list[Finding]()
     groups = [(c, b) for c in sorted(recipe.contexts) for b in sorted(recipe.batches)]
+    total = recipe.rounds + recipe.warm_up
+    prompts_of = {(c, b): {name: prompts(c, b, total) for name, prompts in texts.items()} for c, b in groups}
+    longest = max(len(ids) for of in prompts_of.values() for rounds in of.values() for batch in rounds for ids in batch)
     eta = Eta(f"bench {scenario}", sum(_weight(recipe, c, b) for c, b in groups) * len(recipe.cache_fractions))
     try:
         for number, fraction in enumerate(recipe.cache_fractions):
-            with loaded(resolved, recipe, config, device, fraction, baselines=number == 0) as peers:
+            with loaded(resolved, recipe, config, device, fraction, longest, baselines=number == 0) as peers:
                 for context, batch in groups:
                     rows = [Row(peer, variant) for peer in peers for variant in variants(peer, recipe, context)]
-                    prompts = {n: p(context, batch, recipe.rounds + recipe.warm_up) for n, p in texts.items()}
                     try:
-                        _rounds(rows, prompts, recipe, config.perf, eta, context, batch)
+                        _rounds(rows, prompts_of[context, batch], recipe, config.perf, eta, context, batch)
                     finally:
                         findings += [finding for row in rows for finding in row.findings]
                         body["perf"] = merge(findings) if config.perf else None
@@ -243,48 +247,68 @@ def variants(peer: Peer, recipe: Recipe, context: int) -> list[Variant]:
     if reason and counts and set(specpvs) != {"off"}:
         log(f"no partial verification of {peer.model} at {context:,} tokens: {reason}")
         specpvs = tuple(specpv for specpv in specpvs if specpv == "off")
-    return plain + [Variant(k, draft, specpv) for draft in recipe.drafts for k in counts for specpv in specpvs]
+    # Adaptive drafting chooses the number itself.
+    numbers = {draft: counts[-1:] if draft == "default" else counts for draft in recipe.drafts}
+    return plain + [Variant(k, draft, specpv) for draft in recipe.drafts for k in numbers[draft] for specpv in specpvs]
 
 
 def label(variant: Variant) -> str:
     """`k3 ngram`, `k3 ngram specpv`, or `plain`."""
     partial = " specpv" if variant.specpv != "off" else ""
+    if variant.draft == "default":
+        return f"default{partial}"
     return f"k{variant.count} {variant.draft}{partial}" if variant.count else "plain"
 
 
 @contextlib.contextmanager
 def loaded(
-    models: list[Model], recipe: Recipe, config: BenchConfig, device: torch.device, fraction: float, baselines: bool
-) -> Iterator[list[Peer]]:
+    models: list[Model], recipe: Recipe, config: BenchConfig, device: torch.device, fraction: float, longest: int,
+    baselines: bool,
+) -> Iterator[list[Peer]]:  # fmt: skip
     """All peers of a run, in memory together because their repetitions are interleaved. The engines share `fraction`
-    equally. baselines: load transformers and other engines too."""
-    max_length, max_batch = max(recipe.contexts) + recipe.tokens + 1, max(recipe.batches)
+    equally. longest: tokens of the longest prompt. baselines: load transformers and other engines too."""
+    max_length, max_batch = longest + recipe.tokens + 1, max(recipe.batches)
     peers: list[Peer] = []
 
-    def load(name: str, model: Model, dtype: str, make: Callable[..., Peer], *arguments: Any) -> None:
+    def load(name: str, model: Model, dtype: str, make: Callable[..., Peer], *arguments: Any, rows: str = "") -> None:
         try:
             with capacity("fewer models at once, another --dtype, a larger --cache-fraction, or a smaller model"):
                 peers.append(make(model.source.path, model.name, *arguments))
         except (DoesNotFit, PeerFailed) as error:
-            peers.append(UnavailablePeer(name, model.name, dtype, error))
+            peers.append(UnavailablePeer(name, model.name, dtype, error, rows))
+        except UserError as error:
+            # Not every model has every format of rows.
+            if rows in ("", "auto"):
+                raise
+            peers.append(UnavailablePeer(name, model.name, dtype, PeerFailed(str(error)), rows))
 
     try:
         # Resolved once for all models: `auto` may differ between models, and may duplicate another dtype.
         formats = dict.fromkeys(choose_format(dtype, models[0].source, device) for dtype in recipe.dtypes)
-        engines = [(model, dtype) for model in models for dtype in formats]
-        for model, dtype in engines:
+        rows_of = {
+            model.name: recipe.kv_cache_dtypes if model.plan.stored != "coded" else ("auto",) for model in models
+        }
+        engines = [(model, dtype, rows) for model in models for dtype in formats for rows in rows_of[model.name]]
+        for model, dtype, rows in engines:
             settings = EngineConfig(
-                dtype=dtype, device=config.device, cache_fraction=fraction / len(engines),
+                dtype=dtype, device=config.device, kv_cache_dtype=rows, cache_fraction=fraction / len(engines),
                 prefix_caching=recipe.prefix_caching, num_speculative_tokens=max(1, *recipe.counts),
             )  # fmt: skip
             arguments = (recipe.head, settings, max_length, max_batch, recipe.prompts_once)
-            load(EnginePeer.name, model, dtype, EnginePeer, *arguments)
+            load(EnginePeer.name, model, dtype, EnginePeer, *arguments, rows=rows)
         for model in models if baselines else ():
             engine_dtype = next(peer.dtype for peer in peers if peer.model == model.name)
             auto_dtype = engine_dtype if engine_dtype in FLOATING else "bfloat16"
             dtypes = [dtype for dtype in recipe.transformers if dtype != "none"]
             for dtype in dict.fromkeys(auto_dtype if dtype == "auto" else dtype for dtype in dtypes):
                 load("transformers", model, dtype, Transformers, dtype, device)
+        if config.base is not None and baselines:
+            dtype = next(peer.dtype for peer in peers if peer.model == models[0].name)
+            options = {
+                "dtype": dtype, "device": config.device, "cache_bytes": _cache_bytes(models[0], max_length, max_batch),
+                "max_num_seqs": max_batch,
+            }  # fmt: skip
+            load(CheckoutPeer.name, models[0], dtype, CheckoutPeer, Path(config.base), options)
         for file in config.peer or () if baselines else ():
             for model in models:
                 make = functools.partial(Endpoint, Path(file))
@@ -295,6 +319,17 @@ def loaded(
             peer.close()
         peers.clear()
         gc.collect()
+
+
+def _prompts_of(recipe: Recipe, model: Model) -> Prompts:
+    if recipe.prompts is None:
+        return Prompts(recipe.text, model.source.tokenizer)
+    return Conversations(recipe.prompts, recipe.text, model.source.tokenizer)
+
+
+def _cache_bytes(model: Model, length: int, batch: int) -> int:
+    """Bytes of a cache with room for `batch` sequences, in fp32 and full blocks."""
+    return dataclasses.replace(model.plan, stored="fp32", plain="fp32").cache_bytes(length + 64, batch)
 
 
 def _model(name: str) -> Model:
@@ -318,10 +353,12 @@ def _weight(recipe: Recipe, context: int, batch: int) -> float:
 def _recorded(recipe: Recipe) -> dict[str, Any]:
     fields = dataclasses.asdict(recipe)
     names = {"contexts": "context", "batches": "batch", "counts": "num_speculative_tokens", "drafts": "draft",
-             "specpvs": "specpv", "cache_fractions": "cache_fraction", "dtypes": "dtype"}  # fmt: skip
+             "specpvs": "specpv", "cache_fractions": "cache_fraction", "dtypes": "dtype",
+             "kv_cache_dtypes": "kv_cache_dtype"}  # fmt: skip
     excluded = ("scenario", "scope", "description")
     recorded = {names.get(key, key): value for key, value in fields.items() if key not in excluded}
-    return recorded | {"head": recipe.head and record_path(recipe.head), "text": [*map(record_path, recipe.text)]}
+    return recorded | {"head": recipe.head and record_path(recipe.head), "text": [*map(record_path, recipe.text)],
+                       "prompts": recipe.prompts and record_path(recipe.prompts)}  # fmt: skip
 
 
 def _cases(

@@ -1,4 +1,5 @@
-"""Statistics of a case's repetitions (medians, spreads, ratios, share of the roofline) and the table of a run."""
+"""Statistics of a case's repetitions (medians, spreads, ratios, share of the roofline), and tables of a run: one for
+the terminal, a short one for a file of tables."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from mlaforge.bench.checkout_peer import CheckoutPeer
 from mlaforge.bench.engine_peer import EnginePeer
 from mlaforge.bench.peer import PLAIN, Repetition
 from mlaforge.bench.roof import layout_of, limit, sparse_view_limit, stored_in
 from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.planning.costs import Gpu
 from mlaforge.planning.plan import Plan
+from mlaforge.rendering.page import interval
 from mlaforge.rendering.table import text_table
 from mlaforge.synthesis.repetition import distinct_ngram_ratio
 
@@ -38,13 +41,18 @@ def case(
 ) -> dict[str, Any]:  # fmt: skip
     """One entry of `cases`. rows: the rows interleaved with this one, for ratios."""
     peer, variant = row.peer, row.variant
+    stored = getattr(peer, "rows", "") or "auto"
+    if stored != "auto":
+        plan = dataclasses.replace(plan, stored=stored)
     is_engine, partial = peer.name == EnginePeer.name, variant.specpv != "off"
     drafting = f"k{variant.count} {variant.draft}" + (" specpv" if partial else "")
+    rows_label = "" if stored == "auto" else f" {stored} rows"
     entry: dict[str, Any] = {
-        "id": f"{peer.name} {peer.model} {peer.dtype} {context}x{batch} {drafting} {fraction:g}",
+        "id": f"{peer.name} {peer.model} {peer.dtype}{rows_label} {context}x{batch} {drafting} {fraction:g}",
         "engine": peer.name, "model": peer.model, "layout": layout_of(plan), "dtype": peer.dtype, "context": context,
         "batch": batch, "tokens": recipe.tokens, "num_speculative_tokens": variant.count, "draft": variant.draft,
-        "specpv": variant.specpv, "cache_fraction": fraction if is_engine else None,
+        "specpv": variant.specpv, "kv_cache_dtype": stored if is_engine else None,
+        "cache_fraction": fraction if is_engine else None,
         "prefix_caching": recipe.prefix_caching if is_engine else None, "imported": None, "status": row.status,
         "limit": row.limit,
     }  # fmt: skip
@@ -60,7 +68,10 @@ def case(
     others = [r for r in rows if r.peer.name == "transformers" and r.peer.model == peer.model and r.repetitions]
     fastest = max(others, key=lambda r: statistics.median(speeds(r)), default=None)
     transformers = fastest if peer.name != "transformers" else None
-    baselines = {"speedup": plain, "over_transformers": transformers, "over_full_verification": full_row}
+    base = next((r for r in rows if r.peer.name == CheckoutPeer.name and r is not row), None)
+    baselines = {
+        "speedup": plain, "over_transformers": transformers, "over_base": base, "over_full_verification": full_row,
+    }  # fmt: skip
     answers = [ids for repetition in row.repetitions for ids in repetition.token_ids]
     distinct = [share for ids in answers if (share := distinct_ngram_ratio(ids)) is not None]
     block = _block(row.repetitions)
@@ -68,9 +79,10 @@ def case(
         "repetitions": len(runs), "tokens_per_second": spread(runs), "ms_per_token": _percentiles(token_seconds),
         "time_to_first_token": spread(ttfts) if ttfts else None,
         "time_to_first_token_cached": _median([t.ttft_cached for t in row.repetitions if t.ttft_cached is not None]),
-        "prefill_tokens_per_second": spread([batch * context / ttft for ttft in ttfts]) if ttfts else None,
+        "prefill_tokens_per_second": spread([batch * context / ttft for ttft in ttfts]) if ttfts and context else None,
         **{name: _ratio(row, baseline) for name, baseline in baselines.items()},
         "distinct_4_grams": statistics.mean(distinct) if distinct else None,
+        "answers": len(answers), "answers_unlike_plain": _unlike(row, plain),
         "output_sha256": hashlib.sha256(json.dumps(answers).encode()).hexdigest() if answers else None,
         "peak_memory": _memory(row), "cache": _cache(row.repetitions, plan, peer.dtype, context + recipe.tokens, batch),
         "roofline": None, "eagle_speculation": block,
@@ -87,10 +99,22 @@ def case(
 
 
 def _ratio(row: Row, baseline: Row | None) -> dict[str, Any] | None:
-    """Ratio of speeds, paired by repetition, as paired repetitions are adjacent in time."""
-    if baseline is None or len(baseline.repetitions) != len(row.repetitions):
+    """Ratio of speeds, paired by repetition, as paired repetitions are adjacent in time: spread, mean, and how far the
+    mean's 95 % interval reaches to each side (None for one repetition)."""
+    if baseline is None or not row.repetitions or len(baseline.repetitions) != len(row.repetitions):
         return None
-    return spread([a / b for a, b in zip(speeds(row), speeds(baseline), strict=True)])
+    ratios = [a / b for a, b in zip(speeds(row), speeds(baseline), strict=True)]
+    mean, count = statistics.fmean(ratios), len(ratios)
+    ends = interval(mean, statistics.stdev(ratios) / count**0.5, count) if count > 1 else None
+    return {**spread(ratios), "mean": mean, "interval": None if ends is None else ends[1] - mean}
+
+
+def _unlike(row: Row, plain: Row | None) -> int | None:
+    """Number of answers that are not those of plain decoding; None if there is none beside them."""
+    if plain is None or len(plain.repetitions) != len(row.repetitions):
+        return None
+    pairs = zip(row.repetitions, plain.repetitions, strict=True)
+    return sum(a != b for run, plain_run in pairs for a, b in zip(run.token_ids, plain_run.token_ids, strict=True))
 
 
 def _median(values: list[float]) -> float | None:
@@ -165,6 +189,53 @@ def table(body: dict[str, Any]) -> str:
             _cell((top or {}).get("fraction"), ".0%"),
         ))  # fmt: skip
     return text_table(lines)
+
+
+# What a short table records of a run.
+FACTS = ("command", "time", "commit", "dirty", "base", "device", "kernels", "environment", "roof", "unknown")
+
+
+def short(body: dict[str, Any]) -> dict[str, Any]:
+    """Facts of a run and a row per measured case, for a file of tables (results.add_table)."""
+    cases = [case for case in body["cases"] if not case["imported"]]
+    dtypes: dict[tuple[str, str], str] = {}
+    for case in cases:
+        dtypes.setdefault((case["engine"], case["model"]), case["dtype"])
+    models = [model["name"] for model in body["models"]]
+
+    def row(case: dict[str, Any]) -> dict[str, Any]:
+        peer, dtype, rows = case["model"], case["dtype"], case.get("kv_cache_dtype")
+        if case["engine"] == "transformers":
+            peer = f"transformers {dtype}" + (f", {peer}" if peer != models[0] else "")
+        elif case["engine"] != EnginePeer.name:
+            peer = case["engine"] + (f", {peer}" if peer != models[0] else "")
+        elif dtype != dtypes[EnginePeer.name, peer]:
+            peer += f", {dtype} weights"
+        peer += f", {rows} rows" if rows not in (None, "auto") else ""
+        entry: dict[str, Any] = {"peer": peer, "case": f"{case['context']}x{case['batch']}"}
+        if case["num_speculative_tokens"]:
+            entry |= {
+                "drafts": f"{case['num_speculative_tokens']} {case['draft']}",
+                "specpv": case.get("specpv", "off"),
+            }
+        if "tokens_per_second" not in case:
+            return entry | {"status": case["status"], "limit": (case["limit"] or {}).get("what")}
+        block, first = case["eagle_speculation"] or {}, case["time_to_first_token"]
+        entry |= {
+            "ms_per_step": case["ms_per_token"]["p50"], "tokens_per_second": case["tokens_per_second"]["median"],
+            "rounds": case["repetitions"], "first_token_s": first and first["median"],
+            "cache_bytes": case["cache"] and case["cache"]["bytes"],
+            "roof_share": case["roofline"] and case["roofline"]["fraction"],
+            "tokens_per_step": block.get("mean_acceptance_length"), "accepted_at": block.get("acceptance_per_position"),
+            "kept_share": block.get("kept_share"), "unlike_plain": case.get("answers_unlike_plain"),
+            "distinct_4_grams": case.get("distinct_4_grams"),
+        }  # fmt: skip
+        for name in ("speedup", "over_transformers", "over_base", "over_full_verification"):
+            ratio = case.get(name) or {}
+            entry[name] = {key: value for key, value in ratio.items() if key != "runs"} or None
+        return {key: value for key, value in entry.items() if value is not None}
+
+    return {**{name: body[name] for name in FACTS if name in body}, "rows": [*map(row, cases)]}
 
 
 def _retained(block: dict[str, Any] | None) -> str:

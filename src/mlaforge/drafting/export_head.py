@@ -22,9 +22,11 @@ DTYPES = {"float16": torch.float16, "int8": torch.int8}
 
 
 def _summary(source: Manifest) -> dict[str, Any]:
-    """Return a manifest as a dictionary, without the loss of every step."""
-    metrics = {name: value for name, value in source.metrics.items() if name != "losses"}
-    return {**dataclasses.asdict(source), "metrics": metrics}
+    """Return a manifest as a dictionary, without the loss of every step and with the first point of its curve only: the
+    best and the last one are metrics."""
+    metrics = {name: value for name, value in source.metrics.items() if name not in ("losses", "curve")}
+    first = {"first": source.metrics["curve"][0]} if source.metrics.get("curve") else {}
+    return {**dataclasses.asdict(source), "metrics": metrics | first}
 
 
 def run(head: Path, out: Path, config: DraftExportConfig, overwrite: bool = False) -> Manifest:

@@ -36,9 +36,8 @@ from mlaforge.ops.row_formats.int8 import Int8
 from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import TokenIndex
 
-# Maximum spilled bytes per thread, of benchmarks/gpu_static.json: a few are harmless. Values of more than 256 elements
-# and tiles of 64 or more pairs of experts spill more. The
-# rotation of keys spills behind the loop.
+# Maximum spilled bytes per thread, of planning/kernel_loops.json: a few are harmless. Values of more than 256 elements
+# and tiles of 64 or more pairs of experts spill more. The rotation of keys spills behind the loop.
 SPILLED, SPILLED_WIDE, SPILLED_PAIRS, SPILLED_LATENT = 96, 720, 240, 1800
 
 

@@ -1,13 +1,12 @@
 """Table of the compiled Triton kernels, without a GPU: registers, spills, shared memory and instructions by capability.
 
-`python -m mlaforge.gpu_verification.static --out FILE.json` compiles every launch of kernel_launches.py for every
-capability, one process per core. A row's `source` and `constants` identify what was compiled, so that a test can tell
-an outdated table without compiling.
+`python -m mlaforge.gpu_verification.static` compiles every launch of kernel_launches.py for every capability, one
+process per core, and writes planning/kernel_loops.json. `source` and `constants` identify what was compiled, so that a
+test can tell an outdated table without compiling.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import hashlib
 import inspect
@@ -15,9 +14,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +25,7 @@ from mlaforge.bench import machine
 from mlaforge.gpu_verification.compilation import MULTIPROCESSORS, gpu_of
 from mlaforge.gpu_verification.kernel_launches import LAUNCHES
 from mlaforge.planning import kernel_loops
+from mlaforge.planning.kernel_loops import Compiled
 from mlaforge.runtime import log
 
 
@@ -53,48 +52,47 @@ def identity(name: str, capability: int) -> dict[str, Any]:
     return {"source": source_hash(module), "constants": {**constants, **launch.options}}
 
 
-def compiled(capability: int, names: Sequence[str]) -> list[dict[str, Any]]:
+def compiled(capability: int, names: Sequence[str]) -> list[Compiled]:
     """Compile launches for a capability in one process, whose start takes as long as a compilation. Raises RuntimeError
     if one fails."""
     command = [sys.executable, "-m", "mlaforge.gpu_verification.compilation", *names, str(capability)]
-    rows = []
+    launches = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             record = json.loads(line)
-            name = record["name"]
-            log(f"sm_{capability} {name}: {record['registers']} registers, {record['spilled']} bytes spilled")
-            fields = ("name", "capability", "kernel", "registers", "spilled", "shared", "instructions", "loop")
-            rows.append({**{field: record[field] for field in fields}, **identity(name, capability)})
+            log(f"sm_{capability} {record['name']}: {record['registers']} registers, {record['spilled']} bytes spilled")
+            launches.append(launch_of({**record, **identity(record["name"], capability)}))
     if process.returncode:
-        raise RuntimeError(f"{names[len(rows)]} does not compile for sm_{capability}: see above")
-    return rows
+        raise RuntimeError(f"{names[len(launches)]} does not compile for sm_{capability}: see above")
+    return launches
+
+
+def launch_of(record: dict[str, Any]) -> Compiled:
+    """Return what the table keeps of a record of compilation.compile_one with its identity."""
+    whole, loop = record["instructions"], record["loop"]
+    return Compiled(
+        *(record[field] for field in (*kernel_loops.IDENTITY, "registers", "spilled", "shared")),
+        instructions=whole["all"], tensor=whole["tensor"], loop_instructions=loop["all"],
+        loop_exponentials=loop["exponential"], loop_spills=loop["spill"], loop_wide_loads=loop["wide load"],
+    )  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/gpu_static.json"))
-    parser.add_argument("--derive", action="store_true", help="only derive kernel_loops.json from an existing table")
-    arguments = parser.parse_args()
-    if arguments.derive:
-        write_loops(arguments.out)
-        return
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         jobs = [
             (capability, [name for name in names if compiles(name, capability)])
             for capability in MULTIPROCESSORS for names in (list(LAUNCHES)[::2], list(LAUNCHES)[1::2])
         ]  # fmt: skip
-        rows = [row for part in pool.map(lambda job: compiled(*job), jobs) for row in part]
+        launches = [launch for part in pool.map(lambda job: compiled(*job), jobs) for launch in part]
+    write(launches)
+
+
+def write(launches: Iterable[Compiled]) -> None:
+    """Write planning/kernel_loops.json."""
     command = "python -m mlaforge.gpu_verification.static"
-    machine.write(arguments.out, {"command": command, "triton": triton.__version__, "rows": rows})
-    write_loops(arguments.out)
-
-
-def write_loops(table: Path) -> None:
-    """Write planning/kernel_loops.json from a table of this module."""
-    rows = json.loads(table.read_text(encoding="utf-8"))["rows"]
-    command = "python -m mlaforge.gpu_verification.static --derive"
-    machine.write(kernel_loops.FILE, {"command": command, "rows": kernel_loops.derive(rows)})
+    facts = {"command": command, "triton": triton.__version__}
+    machine.write(kernel_loops.FILE, {**facts, **kernel_loops.encode(launches)})
 
 
 def compiles(name: str, capability: int) -> bool:

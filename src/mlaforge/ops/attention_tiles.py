@@ -42,7 +42,7 @@ def tile_sizes(
     do not fit into the GPU's shared memory. Fewer rows are limited by memory, so two programs should share a
     multiprocessor. Every two stages after the first keep one more tile in flight: block numbers take every other stage,
     because addresses depend on them. Tiles of 64 positions take fewer instructions and fewer reads of the queries from
-    shared memory per position than tiles of 32, also where they spill. Chosen from benchmarks/gpu_static.json; not
+    shared memory per position than tiles of 32, also where they spill. Chosen from planning/kernel_loops.json; not
     tuned on a GPU yet.
     """
     row_bytes = (keys if v_in_k else keys + values) * itemsize

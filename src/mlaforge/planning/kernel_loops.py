@@ -1,16 +1,18 @@
-"""Inner loops of this package's compiled Triton kernels, for kernel_time.py: kernel_loops.json, a line per launch.
+"""This package's compiled Triton kernels, for kernel_time.py and tests: kernel_loops.json.
 
-`python -m mlaforge.gpu_verification.static` writes the file next to its table of binaries, from which `derive` makes
-it; `--derive` only derives.
+`python -m mlaforge.gpu_verification.static` compiles every launch for every kind of GPU and writes the file. A row is a
+launch with its constants; under the capabilities for which it was compiled with these constants it has the numbers of
+COLUMNS. `sources` identifies the code of each kernel.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,36 +38,82 @@ class Loop:
     shared: int
 
 
-def derive(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of the file from the rows of benchmarks/gpu_static.json. dtype: of cached rows or factors."""
-    lines = []
-    for row in rows:
-        constants, inner = row["constants"], row["loop"]
-        dtype = re.search(r"fp8|fp16|fp32|int8|coded", row["name"])
-        loop = Loop(
-            inner["all"], inner["exponential"], row["instructions"]["all"] - inner["all"],
-            constants.get("num_warps", DEFAULT_WARPS), row["registers"], row["shared"],
+@dataclass(frozen=True)
+class Compiled:
+    """A launch, compiled for a capability. source: hash of the kernel's code. constants: numbers and options of the
+    launch. registers and spilled bytes per thread, bytes of shared memory; instructions of the whole kernel and, with
+    `loop_`, of its largest innermost loop: all of them, tensor instructions, exponentials, spills, wide loads."""
+
+    name: str
+    kernel: str
+    capability: int
+    source: str
+    constants: dict[str, Any]
+    registers: int
+    spilled: int
+    shared: int
+    instructions: int
+    tensor: int
+    loop_instructions: int
+    loop_exponentials: int
+    loop_spills: int
+    loop_wide_loads: int
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the cached rows or factors."""
+        dtype = re.search(r"fp8|fp16|fp32|int8|coded", self.name)
+        return dtype[0] if dtype else "bf16"
+
+    @property
+    def tile(self) -> dict[str, Any]:
+        """Constants that change the loop."""
+        return {name: self.constants[name] for name in TILE if name in self.constants}
+
+    @property
+    def loop(self) -> Loop:
+        """The inner loop, as the model of time needs it."""
+        return Loop(
+            self.loop_instructions, self.loop_exponentials, self.instructions - self.loop_instructions,
+            self.constants.get("num_warps", DEFAULT_WARPS), self.registers, self.shared,
         )  # fmt: skip
-        lines.append({
-            "name": row["name"], "kernel": row["kernel"], "capability": row["capability"],
-            "dtype": dtype[0] if dtype else "bf16",
-            "tile": {name: constants[name] for name in TILE if name in constants}, **asdict(loop),
-        })  # fmt: skip
-    return lines
+
+
+IDENTITY = ("name", "kernel", "capability", "source", "constants")
+COLUMNS = tuple(field.name for field in dataclasses.fields(Compiled) if field.name not in IDENTITY)
+
+
+def encode(launches: Iterable[Compiled]) -> dict[str, Any]:
+    """Content of the file, without the command that wrote it."""
+    sources, rows = {}, dict[str, dict[str, Any]]()
+    for launch in launches:
+        sources[launch.kernel] = launch.source
+        fields = {"name": launch.name, "kernel": launch.kernel, "constants": launch.constants}
+        row = rows.setdefault(json.dumps(fields, sort_keys=True), fields)
+        row[str(launch.capability)] = [getattr(launch, column) for column in COLUMNS]
+    return {"columns": COLUMNS, "sources": sources, "rows": [*rows.values()]}
 
 
 @functools.cache
-def lines() -> tuple[dict[str, Any], ...]:
-    """Lines of the packaged file."""
-    return tuple(json.loads(FILE.read_text(encoding="utf-8"))["rows"])
+def compiled() -> tuple[Compiled, ...]:
+    """Launches of the packaged file."""
+    body = json.loads(FILE.read_text(encoding="utf-8"))
+    return tuple(
+        Compiled(
+            row["name"], row["kernel"], int(capability), body["sources"][row["kernel"]], row["constants"],
+            **dict(zip(body["columns"], numbers, strict=True)),
+        )
+        for row in body["rows"]
+        for capability, numbers in row.items() if capability.isdigit()
+    )  # fmt: skip
 
 
 def find(kernel: str, capability: int, constants: Mapping[str, Any] | None, dtype: str = "bf16") -> Loop | None:
     """Loop of a launch with these constants and options (None: with any), compiled for the closest capability that is
     not newer; None if no such launch has been compiled."""
-    known = {line["capability"] for line in lines() if line["capability"] <= capability}
-    for line in lines():
-        same = line["kernel"] == kernel and line["dtype"] == dtype and line["capability"] == max(known, default=None)
-        if same and (constants is None or all(constants.get(name) == value for name, value in line["tile"].items())):
-            return Loop(**{name: line[name] for name in Loop.__dataclass_fields__})
+    closest = max((line.capability for line in compiled() if line.capability <= capability), default=None)
+    for line in compiled():
+        same = (line.kernel, line.dtype, line.capability) == (kernel, dtype, closest)
+        if same and (constants is None or all(constants.get(name) == value for name, value in line.tile.items())):
+            return line.loop
     return None

@@ -2,7 +2,7 @@
 
 A datasheet is a bound. A CPU's figures are the shares of its measured speeds that decoding steps reach, fitted to the
 engine's measured steps on two processors, with and without AMX (docs/plan.md; tests/planning/test_machines.py compares
-them with benchmarks/engine-rows*.json).
+them with benchmarks/speed.json).
 """
 
 from __future__ import annotations
