@@ -9,7 +9,9 @@ def test_every_pair_is_covered_by_few_rows():
     rows = cover([5, 4, 4, 3], more=2)
     assert len(rows) < 30
     for a, b in itertools.combinations(range(4), 2):
-        assert {(row[a], row[b]) for row in rows} == {*itertools.product(range([5, 4, 4, 3][a]), range([5, 4, 4, 3][b]))}
+        assert {(row[a], row[b]) for row in rows} == {
+            *itertools.product(range([5, 4, 4, 3][a]), range([5, 4, 4, 3][b]))
+        }
 
 
 def test_the_rest_of_the_product_is_slow():
