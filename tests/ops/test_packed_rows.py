@@ -2,6 +2,7 @@
 written bytes equal those of ops/row_formats/. Grouped-query rows that are all int8 are multiplied as integers:
 compared with fp64 within the rounding of queries and weights to 16 bits. Unwritten rows are NaN in both caches."""
 
+import functools
 import itertools
 import random
 
@@ -92,15 +93,30 @@ def in_whole_numbers(
     return (out, lse), (error, off)
 
 
-def check_int8(G: int, D: int, cache: Cache, q: Tensor, compiled) -> None:
+@functools.cache
+def integer_case(
+    shape: tuple[int, int, int], sequences: tuple[tuple[int, int], ...], block_size: int, window: int | None
+) -> tuple[Cache, Tensor, tuple | None]:
+    """An int8 cache, queries and what `in_whole_numbers` returns, computed once for all forms; None for rows that are
+    decoded."""
+    H, G, D = shape
+    cache = make_cache(Int8((D,) * 2 * G), list(sequences), block_size, window)
+    q = torch.randn(len(cache.slots), H, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return cache, q, None if G > 16 or D % 4 else in_whole_numbers(cache, q, 0.3)
+
+
+def check_int8(
+    shape: tuple[int, int, int], sequences: list[tuple[int, int]], block_size: int, window: int | None, compiled
+) -> None:
+    cache, q, exact = integer_case(shape, tuple(sequences), block_size, window)
+    _, G, D = shape
     step = (G, D, G * D, *cache.view, 0.3, None)
     actual = compiled.decode(q, *cache.rows(decoded=False), *step)
-    if G > 16 or D % 4:
-        # These rows are decoded.
+    if exact is None:
         expected = compiled.decode(q, *cache.rows(decoded=True), *step)
         assert same(actual[0], expected[0]) and same(actual[1], expected[1])
         return
-    for x, expected, error in zip(actual, *in_whole_numbers(cache, q, 0.3), strict=True):
+    for x, expected, error in zip(actual, *exact, strict=True):
         assert bool(((x.double() - expected).abs() <= error).all())
 
 
@@ -112,10 +128,7 @@ def check_int8(G: int, D: int, cache: Cache, q: Tensor, compiled) -> None:
     more=0,
 )  # fmt: skip
 def test_int8_in_integers(block_size, shape, sequences, window, compiled):
-    H, G, D = shape
-    cache = make_cache(Int8((D,) * 2 * G), sequences, block_size, window)
-    q = torch.randn(len(cache.slots), H, D, generator=torch.Generator().manual_seed(1)).bfloat16()
-    check_int8(G, D, cache, q, compiled)
+    check_int8(shape, sequences, block_size, window, compiled)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -139,7 +152,7 @@ def test_random_steps(seed, compiled):
     actual, expected = (compiled.decode(q, *cache.rows(decoded), *step) for decoded in (False, True))
     assert same(actual[0], expected[0]) and same(actual[1], expected[1])
     if bits == 8:
-        check_int8(G, D, make_cache(cache.format, sequences, block_size, window), q, compiled)
+        check_int8((H, G, D), sequences, block_size, window, compiled)
 
 
 @pairwise(

@@ -1,6 +1,7 @@
 """Paged attention: every implementation against dense attention on gathered rows, over random caches."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from mlaforge.ops.native import why_not
 from mlaforge.ops.paged_attention import OP, paged_attention
-from support.paged_steps import DEVICE, SHAPES, Shape, Step, assert_right, make_step, needs_triton, steps
+from support.paged_steps import DEVICE, SHAPES, Shape, Step, assert_right, expected, make_step, needs_triton, steps
 from support.pairwise import pairwise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_memory_is_nan")]
@@ -88,15 +89,24 @@ ENGINE = {
 @pytest.mark.skipif(DEVICE != "cpu", reason="kernels of the CPU")
 @pairwise(ENGINE, more=0)
 def test_the_kernels_on_the_engines_rows(sequences, block_size, shape, window, compiled):
-    step = engine_step(shape, sequences, block_size, window)
-    assert_right(step, attention(step, "native"), tolerance=1e-2)
+    step, dense = engine_case(tuple(sequences), block_size, shape, window)
+    assert_right(step, attention(step, "native"), tolerance=1e-2, dense=dense)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="an implementation of the CPU")
 @pairwise(ENGINE, more=0)
 def test_runs_on_the_engines_rows(sequences, block_size, shape, window):
-    step = engine_step(shape, sequences, block_size, window)
-    assert_right(step, attention(step, "runs"), tolerance=1e-2)
+    step, dense = engine_case(tuple(sequences), block_size, shape, window)
+    assert_right(step, attention(step, "runs"), tolerance=1e-2, dense=dense)
+
+
+@functools.cache
+def engine_case(
+    sequences: tuple[tuple[int, int], ...], block_size: int, shape: Shape, window: int | None
+) -> tuple[Step, tuple[Tensor, Tensor]]:
+    """A step and its dense attention, computed once for all implementations."""
+    step = engine_step(shape, list(sequences), block_size, window)
+    return step, expected(step)
 
 
 def engine_step(shape: Shape, sequences: list[tuple[int, int]], block_size: int, window: int | None) -> Step:
