@@ -121,10 +121,52 @@ def no_absolute_paths() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """shared(name, make) -> the folder `name`, which make(folder) fills once for all processes of a test run."""
+    from filelock import FileLock
+
+    root = tmp_path_factory.getbasetemp()
+    root = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "shared"
+
+    def get(name: str, make: Callable[[Path], Any]) -> Path:
+        folder = root / name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        done, lock = (root / f"{name.replace('/', '-')}.{suffix}" for suffix in ("done", "lock"))
+        with FileLock(lock):
+            if not done.exists():
+                make(folder)
+                done.touch()
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes that need the same library of CPU kernels wait for the one that compiles it: half a minute."""
+    from filelock import FileLock
+
+    from mlaforge.ops.kernel_library import KernelLibrary
+
+    build, root = KernelLibrary.build, tmp_path_factory.getbasetemp().parent
+
+    def once(library: KernelLibrary, folder: Path) -> Path:
+        with FileLock(root / f"{library.file_name()}.lock"):
+            path = folder / library.file_name()
+            return path if path.is_file() else build(library, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KernelLibrary, "build", once)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_models(shared: Callable[..., Path]) -> dict[str, Path]:
     """Family -> directory of a tiny random model. Read-only: use `model` for a copy to modify."""
-    folder = tmp_path_factory.mktemp("models")
-    return {family: save_model(folder / family, family, seed) for seed, family in enumerate(FAMILIES)}
+    return {
+        family: shared(f"models/{family}", lambda folder, family=family, seed=seed: save_model(folder, family, seed))
+        for seed, family in enumerate(FAMILIES)
+    }
 
 
 @pytest.fixture(scope="session")
@@ -187,19 +229,16 @@ def evaluation_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def converted(
     tiny_models: dict[str, Path], biased_llama: Path, calibration_file: Path, evaluation_file: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    shared: Callable[..., Path],
 ) -> Callable[..., Path]:  # fmt: skip
-    """(family, layout, **options) -> the converted directory, cached."""
+    """(family, layout, **options) -> the converted directory, read-only and made once."""
     from mlaforge.conversion import convert
     from mlaforge.conversion.config import ConvertConfig
 
     sources = {**tiny_models, "biased_llama": biased_llama}
-    cache: dict[str, Path] = {}
 
     def get(family: str, layout: str | None, **options: Any) -> Path:
-        key = json.dumps([family, layout, options], sort_keys=True)
-        if key not in cache:
-            out = tmp_path_factory.mktemp("converted") / "model"
+        def convert_to(out: Path) -> None:
             settings = {"seqlen": 64, "nsamples": 12, "eval_windows": 4, "device": "cpu", **options}
             # Plain rows, unless a test sets bits.
             settings |= {} if "bits" in settings or "budget" in settings else {"budget": 0.5}
@@ -207,8 +246,9 @@ def converted(
                 layout=layout, calibration=str(calibration_file), evaluation=str(evaluation_file), **settings
             )
             convert.run(str(sources[family]), out, config)
-            cache[key] = out
-        return cache[key]
+
+        key = json.dumps([family, layout, options], sort_keys=True)
+        return shared(f"{family}-{layout}-{hashlib.sha256(key.encode()).hexdigest()[:12]}/model", convert_to)
 
     return get
 

@@ -88,13 +88,13 @@ def test_left_padding_changes_nothing(family, layout, converted):
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-@pytest.mark.parametrize("how", [{"cache_implementation": "static"}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
-def test_generation_modes_of_transformers(family, layout, how, converted, tiny_models):
+def test_generation_modes_of_transformers(family, layout, converted, tiny_models):
     """At full rank every mode gives the original's tokens."""
-    model, x = loading.load_model(converted(family, layout, **FULL)), tokens(1, 30)
-    more = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 0, **how}
-    more["attention_mask"] = torch.ones_like(x)
-    assert torch.equal(model.generate(x, **more), original(tiny_models, family).generate(x, **more))
+    models, x = (loading.load_model(converted(family, layout, **FULL)), original(tiny_models, family)), tokens(1, 30)
+    for how in ({"cache_implementation": "static"}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+        more = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 0, **how}
+        more["attention_mask"] = torch.ones_like(x)
+        assert torch.equal(*(model.generate(x, **more) for model in models)), how
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import pytest
 import torch
 
 from mlaforge.checkpoint import loading
@@ -61,38 +60,33 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def loaded_elsewhere(converted, tmp_path_factory):
-    """(family, layout) -> the converted directory, and the results of loading it in an interpreter without
-    site-packages' .pth files, which hides an editable install."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    directories = {
-        (family, layout): converted(family, layout, budget=0.5 if layout == "latent" else 0.75)
-        for family, layout in CASES
-    }
-    jobs = [(str(directory), str(folder / f"{n}")) for n, directory in enumerate(directories.values())]
+def loaded_elsewhere(directories, folder):
+    """Return the results of loading directories, by their names, in an interpreter without site-packages' .pth files,
+    which hides an editable install; and what it wrote to stderr."""
+    jobs = [(str(directory), str(folder / f"{n}")) for n, directory in enumerate(directories)]
     words = json.dumps([tokens().tolist(), [p for p in sys.path if "site-packages" in p], jobs])
     environment = {**os.environ, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(
         [sys.executable, "-S", "-I", "-c", CLEAN, words], capture_output=True, text=True, env=environment, cwd=folder
     )
-    answers = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
-    return {case: (path, answers.get(str(path)), done.stderr[-3000:]) for case, path in directories.items()}
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')), done.stderr[-3000:]
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
-def test_loads_where_mlaforge_is_not_installed(family, layout, loaded_elsewhere):
-    directory, answer, stderr = loaded_elsewhere[family, layout]
-    assert answer is not None, stderr
-    model, x = loading.load_model(directory), tokens()
-    with torch.no_grad():
-        torch.testing.assert_close(torch.tensor(answer["logits"]), model(x).logits[0, -1, :5], rtol=1e-5, atol=1e-5)
-    expected = model.generate(
-        x, attention_mask=torch.ones_like(x), max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0
-    )
-    assert answer["new"] == expected[0, 12:].tolist()
-    assert answer["class"].endswith("MlaForCausalLM")
-    assert answer["decoded"] == "hello"
-    cache = json.loads((directory / "manifest.json").read_text())["metrics"]["cache"]
-    assert answer["bytes"] == answer["cached"] * cache["mla_bytes_per_token"]
+def test_loads_where_mlaforge_is_not_installed(converted, tmp_path):
+    """One test, because one process loads all models."""
+    directories = [converted(family, layout, budget=0.5 if layout == "latent" else 0.75) for family, layout in CASES]
+    answers, stderr = loaded_elsewhere(directories, tmp_path)
+    assert answers.keys() == {*map(str, directories)}, stderr
+    for case, directory in zip(CASES, directories, strict=True):
+        model, x, answer = loading.load_model(directory), tokens(), answers[str(directory)]
+        with torch.no_grad():
+            logits = model(x).logits[0, -1, :5]
+        torch.testing.assert_close(torch.tensor(answer["logits"]), logits, rtol=1e-5, atol=1e-5, msg=str(case))
+        expected = model.generate(
+            x, attention_mask=torch.ones_like(x), max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0
+        )
+        assert answer["new"] == expected[0, 12:].tolist(), case
+        assert answer["class"].endswith("MlaForCausalLM") and answer["decoded"] == "hello", case
+        cache = json.loads((directory / "manifest.json").read_text())["metrics"]["cache"]
+        assert answer["bytes"] == answer["cached"] * cache["mla_bytes_per_token"], case

@@ -1,6 +1,7 @@
 """Attention to a row is bitwise independent of block sizes, down to single rows, the blocks of partial views and of
 selections. The AMX kernels take 16 consecutive rows as a tile, and windows may begin within 16 rows."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 
@@ -14,36 +15,37 @@ from mlaforge.ops.row_formats.int4 import Int4
 from mlaforge.ops.row_formats.int8 import Int8
 from support.kernel_forms import EVERY_FORM
 from support.packed_caches import Cache, latent_format, latent_layer, make_cache, regrouped
+from support.pairwise import pairwise
 
-WINDOWS = [None, 5, 300]
+WINDOWS = {"all": None, "narrow": 5, "wide": 300}
 pytestmark = pytest.mark.parametrize("compiled", EVERY_FORM, indirect=True, scope="module")
 # Decoding, verification and prompts, shorter and longer than a chunk of 256; and the text before a tree.
 CHAINS = [[(1, 1), (70, 1), (700, 9)], [(300, 4), (5, 5), (513, 1)], [(40, 40), (600, 70)], [(600, 3)]]
 BEFORE = [0, 37, 241, 505]
-SIZES = [1, 4, 8, 16]
+# Single rows, and in turn the other sizes.
+SIZES = [(1, 4), (1, 8), (1, 16)]
 
 Attend = Callable[[Cache, Tensor | None], tuple[Tensor, ...]]
 
 
-def steps(format: RowFormat, whole: tuple[int, ...]) -> Iterator[tuple[Cache, Tensor | None]]:
+def steps(format: RowFormat, window: int | None, whole: tuple[int, ...]) -> Iterator[tuple[Cache, Tensor | None]]:
     """Yield steps over caches in blocks of 16 (or of a unit): chains, then trees of drafted tokens."""
-    chance, size = random.Random(0), max(16, format.tokens)
-    for window in WINDOWS:
-        for sequences in CHAINS:
-            yield make_cache(format, sequences, size, window, whole), None
-        for before in BEFORE:
-            nodes = chance.randint(2, 24)
-            parents = [chance.randint(max(-1, at - 3), at - 1) for at in range(nodes)]
-            cache = make_cache(format, [(before + nodes, nodes)], size, window, whole)
-            yield cache, torch.tensor(ancestry(parents), dtype=torch.int32)
+    chance, size = random.Random(window or 0), max(16, format.tokens)
+    for sequences in CHAINS:
+        yield make_cache(format, sequences, size, window, whole), None
+    for before in BEFORE:
+        nodes = chance.randint(2, 24)
+        parents = [chance.randint(max(-1, at - 3), at - 1) for at in range(nodes)]
+        cache = make_cache(format, [(before + nodes, nodes)], size, window, whole)
+        yield cache, torch.tensor(ancestry(parents), dtype=torch.int32)
 
 
-def differing(attend: Attend, format: RowFormat, whole: tuple[int, ...] = ()) -> list[str]:
+def differing(attend: Attend, format: RowFormat, window: int | None, whole: tuple[int, ...] = ()) -> list[str]:
     """List the steps for which `attend` gives different bits when the same rows are in other blocks."""
     mismatches = []
-    for cache, tree_Tn in steps(format, whole):
+    for (cache, tree_Tn), sizes in zip(steps(format, window, whole), itertools.cycle(SIZES), strict=False):
         # Copies, because `attend` may write rows.
-        others = [regrouped(cache, size) for size in SIZES]
+        others = [regrouped(cache, size) for size in sizes]
         expected = attend(cache, tree_Tn)
         assert all(bool(x.isfinite().all()) for x in expected)
         for other in others:
@@ -54,9 +56,14 @@ def differing(attend: Attend, format: RowFormat, whole: tuple[int, ...] = ()) ->
     return mismatches
 
 
-@pytest.mark.parametrize("stored", ["bf16", "int8", "int8-first-whole", "int4"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (6, 2, 20), (4, 4, 6), (72, 8, 16)])
-def test_grouped_queries(heads, kv_heads, dim, stored, compiled):
+@pairwise(
+    {
+        "stored": ["bf16", "int8", "int8-first-whole", "int4"],
+        "heads,kv_heads,dim": [(9, 3, 64), (6, 2, 20), (4, 4, 6), (72, 8, 16)], "window": WINDOWS,
+    },
+    more=0,
+)  # fmt: skip
+def test_grouped_queries(heads, kv_heads, dim, stored, window, compiled):
     H, G, D = heads, kv_heads, dim
     format, whole = Int4(G, D) if stored == "int4" else Int8((D,) * 2 * G), (0,) if "whole" in stored else ()
     q_NHD = torch.randn(128, H, D, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -73,13 +80,17 @@ def test_grouped_queries(heads, kv_heads, dim, stored, compiled):
         assert all(map(torch.equal, same, actual))
         return *actual, mass, compiled.attention_mass(q[starts[1:].long() - 1], *rows, G, table, lengths, size, 0.3)
 
-    assert not differing(attend, format, whole)
+    assert not differing(attend, format, window, whole)
 
 
-@pytest.mark.parametrize("stored", ["bf16", "int8", "coded"])
-@pytest.mark.parametrize(("heads", "kv_heads", "rank", "rope"), [(9, 3, 128, 64), (4, 2, 40, 8), (72, 8, 32, 16)])
-@pytest.mark.parametrize("layout", ["latent", "latent_rope"])
-def test_latents(layout, heads, kv_heads, rank, rope, stored, compiled):
+@pairwise(
+    {
+        "stored": ["bf16", "int8", "coded"], "layout": ["latent", "latent_rope"],
+        "heads,kv_heads,rank,rope": [(9, 3, 128, 64), (4, 2, 40, 8), (72, 8, 32, 16)], "window": WINDOWS,
+    },
+    more=0,
+)  # fmt: skip
+def test_latents(layout, heads, kv_heads, rank, rope, stored, window, compiled):
     E = rope if layout == "latent_rope" else 0
     format, kernel = latent_format("int8" if stored == "bf16" else stored, rank, E), getattr(compiled, layout)
 
@@ -106,4 +117,4 @@ def test_latents(layout, heads, kv_heads, rank, rope, stored, compiled):
                 assert torch.equal(rounded[-1], rounded[0])
         return actual, prompts, rounded[0]
 
-    assert not differing(attend, format)
+    assert not differing(attend, format, window)

@@ -15,6 +15,7 @@ from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.row_formats.int8 import Int8
 from mlaforge.ops.row_formats.plain import Plain
 from support.paged_steps import DEVICE, needs_triton
+from support.pairwise import pairwise
 
 pytestmark = [pytest.mark.gpu, needs_triton, pytest.mark.usefixtures("fresh_memory_is_nan")]
 DTYPES = [torch.float32, torch.float16]
@@ -50,9 +51,7 @@ def assert_equal(actual, expected, dtype):
     torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("N", "C"), [(1, 48), (5, 128), (3, 2880), (0, 64)])
-@pytest.mark.parametrize("add", [True, False])
+@pairwise({"dtype": DTYPES, "N,C": [(1, 48), (5, 128), (3, 2880), (0, 64)], "add": [True, False]}, more=0)
 def test_norm_of_a_sum(N, C, add, dtype):
     x, residual, weight = random(N, C, dtype=dtype), random(N, C, dtype=dtype, seed=1), random(C, dtype=dtype, seed=2)
     inputs = (x, residual if add else None, weight, 1e-5)
@@ -72,10 +71,12 @@ def test_gate(N, width, dtype):
     assert_equal(actual, expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("H", "G", "D"), [(4, 2, 16), (9, 3, 64), (5, 5, 24)])
-@pytest.mark.parametrize("norms", [True, False])
-@pytest.mark.parametrize("cached", ["plain", "int8"])
+@pairwise(
+    {
+        "dtype": DTYPES, "H,G,D": [(4, 2, 16), (9, 3, 64), (5, 5, 24)], "norms": [True, False],
+        "cached": ["plain", "int8"],
+    }
+)  # fmt: skip
 def test_rope_and_store(H, G, D, norms, dtype, cached):
     N = 5
     qkv = random(N, (H + 2 * G) * D, dtype=dtype)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import random
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from mlaforge.ops.native import pack
 from mlaforge.ops.paged_attention import paged_attention
 from support.packed_caches import NO_CODES, packed_up
 from support.paged_steps import DEVICE, Shape, make_step
+from support.pairwise import pairwise
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "cpu", reason="kernels of the CPU"),
@@ -22,21 +24,27 @@ pytestmark = [
 ]
 
 
-# Which sequences of a step are parts of prompts: the first, third, ... or the others.
-PROMPTS = pytest.mark.parametrize("prompts", ["even", "odd"])
+SEQUENCES = [[(1, 1), (70, 1), (300, 1)], [(300, 4), (5, 5), (9, 1)], [(40, 40), (300, 200)]]
+LONG = [(40, 40), (5000, 20), (300, 200)]
+OPTIONS = {
+    "window": {"all": None, "window": 40},
+    "sinks": {"plain": False, "sinks": True},
+    # Which sequences of a step are parts of prompts: the first, third, ... or the others.
+    "prompts": ["even", "odd"],
+}
+NORMS = {"bare": False, "norms": True}
 
 
 def prompt_flags(prompts: str, sequences: int) -> list[bool]:
     return [(s % 2 == 0) == (prompts == "even") for s in range(sequences)]
 
 
-@PROMPTS
-@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-@pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
-@pytest.mark.parametrize(("heads", "kv_heads", "rank", "rope"), [(9, 3, 128, 64), (4, 2, 40, 8), (16, 1, 66, 32)])
-@pytest.mark.parametrize(
-    "sequences", [[(1, 1), (70, 1), (300, 1)], [(300, 4), (5, 5), (9, 1)], [(40, 40), (300, 200)]], ids=str
-)
+@pairwise(
+    {
+        "sequences": SEQUENCES, "heads,kv_heads,rank,rope": [(9, 3, 128, 64), (4, 2, 40, 8), (16, 1, 66, 32)],
+        **OPTIONS,
+    }
+)  # fmt: skip
 def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, prompts, compiled):
     """Compare with absorbed attention by its definition, in fp32."""
     H, G, D, V, R, E = heads, kv_heads, 16, 24, rank, rope
@@ -78,10 +86,13 @@ def test_latent_rope(sequences, heads, kv_heads, rank, rope, window, sinks, prom
     torch.testing.assert_close(out.float(), expected.flatten(1), rtol=2e-2, atol=float(1e-2 * size))
 
 
-@pytest.mark.parametrize("window", [None, 300], ids=["all", "window"])
-@pytest.mark.parametrize("norms", [False, True], ids=["bare", "norms"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rank"), [(9, 3, 64, 310), (4, 2, 24, 66)])
-@pytest.mark.parametrize("block_size", [8, 16, 64])
+@pairwise(
+    {
+        "block_size": [8, 16, 64], "heads,kv_heads,dim,rank": [(9, 3, 64, 310), (4, 2, 24, 66)], "norms": NORMS,
+        "window": {"all": None, "window": 300},
+    },
+    more=0,
+)  # fmt: skip
 def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, window, compiled):
     """A token's result in its form, that of prompts, of generated tokens or of those with selections, whose keys are
     rounded and cached, is bitwise equal for any chunk, alone or with others of all forms, with any shared blocks."""
@@ -134,7 +145,10 @@ def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, wi
         [(0, 700, 1, 0), (1, 690, 2, 40), (2, 700, 1, 20), (3, 64, 1, 2), (4, 300, 1, 1), (5, 700, 1, 5)],
         [(0, 640, 40, 0), (1, 700, 1, 70), (2, 690, 30, 30), (3, 650, 30, 9), (4, 300, 100, 2), (5, 300, 3, 0)],
     ]
-    for sequences, first in itertools.product(steps, range(3)):
+    chance = random.Random(f"{block_size} {norms} {window}")
+    for sequences in steps:
+        # All forms in every step, from another one on.
+        first = chance.randrange(3)
         readings = [(first + s) % 3 for s in range(len(sequences))]
         for (text, length, T, shared), reading, actual in zip(
             sequences, readings, attended(readings, *sequences), strict=True
@@ -143,14 +157,12 @@ def test_latent_has_one_result(block_size, heads, kv_heads, dim, rank, norms, wi
     assert bool((keys.metadata[: 8 * L] >= 0).any())
 
 
-@PROMPTS
-@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-@pytest.mark.parametrize("norms", [False, True], ids=["bare", "norms"])
-@pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
-@pytest.mark.parametrize(("heads", "kv_heads", "rank"), [(9, 3, 128), (4, 2, 40), (16, 1, 66)])
-@pytest.mark.parametrize(
-    "sequences", [[(1, 1), (70, 1), (300, 1)], [(300, 4), (5, 5), (9, 1)], [(40, 40), (5000, 20), (300, 200)]], ids=str
-)
+@pairwise(
+    {
+        "sequences": [*SEQUENCES[:2], LONG], "heads,kv_heads,rank": [(9, 3, 128), (4, 2, 40), (16, 1, 66)],
+        "norms": NORMS, **OPTIONS,
+    }
+)  # fmt: skip
 def test_latent(sequences, heads, kv_heads, rank, window, norms, sinks, prompts, compiled):
     """Compare with attention over decompressed keys by its definition."""
     H, G, D, V, R = heads, kv_heads, 16, 24, rank

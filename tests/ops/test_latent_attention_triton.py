@@ -20,6 +20,7 @@ from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.row_formats.plain import Plain
 from support.paged_steps import DEVICE, Shape, make_step, needs_triton
+from support.pairwise import pairwise
 
 pytestmark = [pytest.mark.gpu, needs_triton, pytest.mark.usefixtures("fresh_memory_is_nan")]
 
@@ -103,9 +104,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["plain", "fp8", *COUNTS])
-@pytest.mark.parametrize("sequences", STEPS, ids=str)
+@pairwise({"sequences": STEPS, "name": ["plain", "fp8", *COUNTS], "dtype": [torch.float32, torch.float16]}, more=0)
 def test_latent(sequences, name, dtype):
     compare(sequences, name, dtype=dtype)
 
@@ -133,9 +132,13 @@ def test_padding_of_a_captured_step_sees_nothing(name):
     assert not out[2:5].any() and out[5].any()
 
 
-@pytest.mark.parametrize("name", ["plain", "coded"])
-@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 1, 24), (6, 6, 16)], ids=str)
-@pytest.mark.parametrize("options", [{"norms": True}, {"sinks": True}, {"window": 40}], ids=str)
+@pairwise(
+    {
+        "options": [{"norms": True}, {"sinks": True}, {"window": 40}], "shape": [(9, 3, 64), (4, 1, 24), (6, 6, 16)],
+        "name": ["plain", "coded"],
+    },
+    more=0,
+)  # fmt: skip
 def test_latent_of_a_family(shape, options, name):
     compare([(90, 3), (33, 1)], name, shape=shape, **options)
 

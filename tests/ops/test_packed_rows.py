@@ -2,6 +2,7 @@
 written bytes equal those of ops/row_formats/. Grouped-query rows that are all int8 are multiplied as integers:
 compared with fp64 within the rounding of queries and weights to 16 bits. Unwritten rows are NaN in both caches."""
 
+import functools
 import itertools
 import random
 
@@ -13,6 +14,7 @@ from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.row_formats.int4 import Int4
 from mlaforge.ops.row_formats.int8 import Int8
 from support.packed_caches import CPU, Cache, latent_format, latent_layer, make_cache
+from support.pairwise import pairwise
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
@@ -28,14 +30,15 @@ SEQUENCES = [
 ]
 
 
-@pytest.mark.parametrize("window", [None, 40, 300], ids=["all", "narrow", "wide"])
-@pytest.mark.parametrize("shape", INT8.values(), ids=INT8)
-@pytest.mark.parametrize("sequences", SEQUENCES, ids=str)
-@pytest.mark.parametrize(
-    ("bits", "block_size", "whole"),
-    [(8, 8, (0,)), (8, 16, (0,)), (8, 64, (0, -1)), (4, 32, (-1,)), (4, 64, (0, -1))],
-    ids=str,
-)
+WINDOWS = {"all": None, "narrow": 40, "wide": 300}
+
+
+@pairwise(
+    {
+        "bits,block_size,whole": [(8, 8, (0,)), (8, 16, (0,)), (8, 64, (0, -1)), (4, 32, (-1,)), (4, 64, (0, -1))],
+        "sequences": SEQUENCES, "shape": INT8, "window": WINDOWS,
+    }
+)  # fmt: skip
 def test_attention_equals_attention_over_decoded_rows(bits, block_size, whole, sequences, shape, window, compiled):
     H, G, D = shape
     format = Int8((D,) * 2 * G) if bits == 8 else Int4(G, D)
@@ -90,29 +93,75 @@ def in_whole_numbers(
     return (out, lse), (error, off)
 
 
-@pytest.mark.parametrize("window", [None, 40, 300], ids=["all", "narrow", "wide"])
-@pytest.mark.parametrize("shape", [*INT8.values(), (16, 2, 128), (72, 8, 16), (20, 20, 8)], ids=str)
-@pytest.mark.parametrize("block_size", [8, 16, 64])
-def test_int8_in_integers(block_size, shape, window, compiled):
+@functools.cache
+def integer_case(
+    shape: tuple[int, int, int], sequences: tuple[tuple[int, int], ...], block_size: int, window: int | None
+) -> tuple[Cache, Tensor, tuple | None]:
+    """An int8 cache, queries and what `in_whole_numbers` returns, computed once for all forms; None for rows that are
+    decoded."""
     H, G, D = shape
-    for sequences in SEQUENCES:
-        cache = make_cache(Int8((D,) * 2 * G), sequences, block_size, window)
-        q = torch.randn(len(cache.slots), H, D, generator=torch.Generator().manual_seed(1)).bfloat16()
-        step = (G, D, G * D, *cache.view, 0.3, None)
-        actual = compiled.decode(q, *cache.rows(decoded=False), *step)
-        if G > 16 or D % 4:
-            # These rows are decoded.
-            expected = compiled.decode(q, *cache.rows(decoded=True), *step)
-            assert same(actual[0], expected[0]) and same(actual[1], expected[1])
-            continue
-        for x, expected, error in zip(actual, *in_whole_numbers(cache, q, 0.3), strict=True):
-            assert bool(((x.double() - expected).abs() <= error).all())
+    cache = make_cache(Int8((D,) * 2 * G), list(sequences), block_size, window)
+    q = torch.randn(len(cache.slots), H, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return cache, q, None if G > 16 or D % 4 else in_whole_numbers(cache, q, 0.3)
 
 
-@pytest.mark.parametrize("window", [None, 40, 300], ids=["all", "narrow", "wide"])
-@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 1, 80), (6, 2, 20), (4, 2, 80), (72, 8, 16)], ids=str)
-@pytest.mark.parametrize("block_size", [8, 16])
-@pytest.mark.parametrize("decoded", [False, True], ids=["int8", "bf16"])
+def check_int8(
+    shape: tuple[int, int, int], sequences: list[tuple[int, int]], block_size: int, window: int | None, compiled
+) -> None:
+    cache, q, exact = integer_case(shape, tuple(sequences), block_size, window)
+    _, G, D = shape
+    step = (G, D, G * D, *cache.view, 0.3, None)
+    actual = compiled.decode(q, *cache.rows(decoded=False), *step)
+    if exact is None:
+        expected = compiled.decode(q, *cache.rows(decoded=True), *step)
+        assert same(actual[0], expected[0]) and same(actual[1], expected[1])
+        return
+    for x, expected, error in zip(actual, *exact, strict=True):
+        assert bool(((x.double() - expected).abs() <= error).all())
+
+
+@pairwise(
+    {
+        "block_size": [8, 16, 64], "shape": [*INT8.values(), (16, 2, 128), (72, 8, 16), (20, 20, 8)],
+        "sequences": SEQUENCES, "window": WINDOWS,
+    },
+    more=0,
+)  # fmt: skip
+def test_int8_in_integers(block_size, shape, sequences, window, compiled):
+    check_int8(shape, sequences, block_size, window, compiled)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps(seed, compiled):
+    """Any shapes, lengths, windows and block sizes, packed and as integers, with every block packed or some not."""
+    chance = random.Random(seed)
+    bits, G, D = chance.choice([8, 4]), chance.randint(1, 6), 2 * chance.randint(1, 48)
+    H, window = G * chance.randint(1, 9), chance.choice([None, chance.randint(1, 64), chance.randint(65, 600)])
+    block_size = chance.choice([32, 64] if bits == 4 else [1, 3, 8, 16, 24, 64])
+    queries = [chance.choice([1, 1, 4, chance.randint(2, 150)]) for _ in range(chance.randint(1, 4))]
+    sequences = [(T + chance.choice([0, chance.randint(0, 40), chance.randint(0, 700)]), T) for T in queries]
+    cache = make_cache(
+        Int8((D,) * 2 * G) if bits == 8 else Int4(G, D),
+        sequences,
+        block_size,
+        window,
+        whole=chance.choice([(0,), (-1,)]),
+    )
+    q = torch.randn(len(cache.slots), H, D, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    step = (G, D, G * D, *cache.view, 0.3, None)
+    actual, expected = (compiled.decode(q, *cache.rows(decoded), *step) for decoded in (False, True))
+    assert same(actual[0], expected[0]) and same(actual[1], expected[1])
+    if bits == 8:
+        check_int8((H, G, D), sequences, block_size, window, compiled)
+
+
+@pairwise(
+    {
+        "decoded": {"int8": False, "bf16": True}, "block_size": [8, 16],
+        "shape": [(9, 3, 64), (4, 1, 80), (6, 2, 20), (4, 2, 80), (72, 8, 16)], "window": WINDOWS,
+    },
+    more=0,
+)  # fmt: skip
 def test_a_tokens_result_is_batch_invariant(decoded, block_size, shape, window, compiled):
     """Bitwise equal in a prompt, among drafted tokens, alone, and with any other tokens."""
     H, G, D = shape
@@ -162,20 +211,42 @@ def test_shared_blocks_and_trees(format, compiled):
         assert same(actual[0], expected[0]) and same(actual[1], expected[1])
 
 
-@pytest.mark.parametrize("window", [None, 40], ids=["all", "window"])
-@pytest.mark.parametrize(("heads", "kv_heads", "rank", "rope"), [(9, 3, 128, 64), (4, 2, 40, 8), (16, 1, 66, 32)])
-@pytest.mark.parametrize("whole", [(), (0,)], ids=["packed", "first-whole"])
-@pytest.mark.parametrize("layout", ["latent", "latent_rope"])
-@pytest.mark.parametrize("stored", ["int8", "coded"])
+@pairwise(
+    {
+        "stored": ["int8", "coded"], "layout": ["latent", "latent_rope"],
+        "whole": {"packed": (), "first-whole": (0,)},
+        "heads,kv_heads,rank,rope": [(9, 3, 128, 64), (4, 2, 40, 8), (16, 1, 66, 32)],
+        "window": {"all": None, "window": 40},
+    },
+)  # fmt: skip
 def test_latents(stored, layout, whole, heads, kv_heads, rank, rope, window, compiled):
-    """The kernel writes packed bf16 rows, and attends over the decoded ones, of prompts and of generated tokens."""
+    sequences = [(300, 4), (5, 5), (9, 1), (400, 90), (70, 1)]
+    check_latents(stored, layout, (heads, kv_heads, rank, rope), (sequences, 16, window, whole), compiled)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_latents_of_random_steps(seed, compiled):
+    chance = random.Random(seed)
+    kv_heads, rank, rope = chance.randint(1, 5), 2 * chance.randint(8, 100), 2 * chance.randint(1, 32)
+    shape = (kv_heads * chance.randint(1, 6), kv_heads, rank, rope)
+    queries = [chance.choice([1, 1, 4, chance.randint(2, 100)]) for _ in range(chance.randint(1, 5))]
+    sequences = [(T + chance.choice([0, chance.randint(0, 40), chance.randint(0, 600)]), T) for T in queries]
+    cached = (sequences, chance.choice([8, 16, 32]), chance.choice([None, chance.randint(1, 400)]))
+    for stored, layout in itertools.product(["int8", "coded"], ["latent", "latent_rope"]):
+        check_latents(stored, layout, shape, (*cached, chance.choice([(), (0,)])), compiled)
+
+
+def check_latents(stored: str, layout: str, shape: tuple[int, ...], cached: tuple, compiled) -> None:
+    """The kernel writes packed bf16 rows, and attends over the decoded ones, of prompts and of generated tokens. shape:
+    heads, KV heads, rank, rotary key; cached: arguments of make_cache after the format."""
+    heads, kv_heads, rank, rope = shape
     E = rope if layout == "latent_rope" else 0
     R = rank if stored == "int8" else rank // 8 * 8
-    cache = make_cache(latent_format(stored, R, E), [(300, 4), (5, 5), (9, 1), (400, 90), (70, 1)], 16, window, whole)
-    format = cache.format
+    cache = make_cache(latent_format(stored, R, E), *cached)
+    format, prompts = cache.format, [s % 2 == 0 for s in range(len(cached[0]))]
     first = latent_layer(format, heads, kv_heads, R, E, len(cache.slots))
     kernel = getattr(compiled, layout)
-    before, step = cache.packed.clone(), (*cache.view, [True, False, True, False, True], 0.3, None)
+    before, step = cache.packed.clone(), (*cache.view, prompts, 0.3, None)
     actual = kernel(*first, *cache.rows(decoded=False), cache.slots, *step)
 
     exact = cache.decoded.clone()
@@ -239,9 +310,7 @@ def test_rope_and_store(G, D, size, compiled):
     assert torch.equal(whole.view(torch.int16), wanted_whole.view(torch.int16))
 
 
-@pytest.mark.parametrize(("G", "D"), [(3, 64), (2, 20), (1, 6)])
-@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
-@pytest.mark.parametrize("block_size", [32, 64])
+@pairwise({"block_size": [32, 64], "size": [1e-30, 1.0, 1e30], "G,D": [(3, 64), (2, 20), (1, 6)]}, more=0)
 def test_blocks_are_packed(block_size, size, G, D, compiled):
     format, units = Int4(G, D), block_size // 32
     whole = (torch.randn(5 * block_size, format.width, generator=torch.Generator().manual_seed(1)) * size).bfloat16()

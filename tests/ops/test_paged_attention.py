@@ -1,6 +1,7 @@
 """Paged attention: every implementation against dense attention on gathered rows, over random caches."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -9,14 +10,18 @@ from torch import Tensor
 
 from mlaforge.ops.native import why_not
 from mlaforge.ops.paged_attention import OP, paged_attention
-from support.paged_steps import DEVICE, SHAPES, Shape, Step, assert_right, make_step, needs_triton, steps
+from support.paged_steps import DEVICE, SHAPES, Shape, Step, assert_right, expected, make_step, needs_triton, steps
+from support.pairwise import pairwise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_memory_is_nan")]
-IMPLEMENTATIONS = [pytest.param(name, marks=[needs_triton] if name == "triton" else []) for name in OP.names]
+# Those of fp32 and fp16; `native` takes bf16 rows.
+IMPLEMENTATIONS = [name for name in OP.names if name != "native"]
 
 
 def attention(step: Step, implementation: str) -> tuple[Tensor, Tensor]:
     """Run this implementation; skip inputs that it does not support."""
+    if implementation == "triton":
+        pytest.importorskip("triton")
     if implementation in ("native", "runs"):
         reason = OP.implementations[implementation].supports(*step.inputs)
         if reason is not True:
@@ -30,9 +35,7 @@ def test_reference_against_dense_attention(step):
     assert_right(step, paged_attention(*step.inputs, implementation="reference"))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 7], ids=["all", "window"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pairwise({"shape": SHAPES, "window": {"all": None, "window": 7}, "implementation": IMPLEMENTATIONS}, more=0)
 def test_every_shape(shape, window, implementation):
     step = make_step(shape, [(1, 1), (83, 1), (30, 4)], window=window)
     assert_right(step, attention(step, implementation))
@@ -78,22 +81,32 @@ STEPS = [
 ]
 
 
+ENGINE = {
+    "sequences,block_size": STEPS, "shape": DECODING, "window": {"all": None, "narrow": 7, "wide": 300},
+}  # fmt: skip
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="kernels of the CPU")
-@pytest.mark.parametrize("window", [None, 7, 300], ids=["all", "narrow", "wide"])
-@pytest.mark.parametrize("shape", DECODING.values(), ids=DECODING)
-@pytest.mark.parametrize(("sequences", "block_size"), STEPS, ids=str)
+@pairwise(ENGINE, more=0)
 def test_the_kernels_on_the_engines_rows(sequences, block_size, shape, window, compiled):
-    step = engine_step(shape, sequences, block_size, window)
-    assert_right(step, attention(step, "native"), tolerance=1e-2)
+    step, dense = engine_case(tuple(sequences), block_size, shape, window)
+    assert_right(step, attention(step, "native"), tolerance=1e-2, dense=dense)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="an implementation of the CPU")
-@pytest.mark.parametrize("window", [None, 7, 300], ids=["all", "narrow", "wide"])
-@pytest.mark.parametrize("shape", DECODING.values(), ids=DECODING)
-@pytest.mark.parametrize(("sequences", "block_size"), STEPS, ids=str)
+@pairwise(ENGINE, more=0)
 def test_runs_on_the_engines_rows(sequences, block_size, shape, window):
-    step = engine_step(shape, sequences, block_size, window)
-    assert_right(step, attention(step, "runs"), tolerance=1e-2)
+    step, dense = engine_case(tuple(sequences), block_size, shape, window)
+    assert_right(step, attention(step, "runs"), tolerance=1e-2, dense=dense)
+
+
+@functools.cache
+def engine_case(
+    sequences: tuple[tuple[int, int], ...], block_size: int, shape: Shape, window: int | None
+) -> tuple[Step, tuple[Tensor, Tensor]]:
+    """A step and its dense attention, computed once for all implementations."""
+    step = engine_step(shape, list(sequences), block_size, window)
+    return step, expected(step)
 
 
 def engine_step(shape: Shape, sequences: list[tuple[int, int]], block_size: int, window: int | None) -> Step:

@@ -13,10 +13,11 @@ from mlaforge.engine.speculation.drafter import ancestry
 from mlaforge.ops.row_formats.format import RowFormat
 from mlaforge.ops.row_formats.int8 import Int8
 from support.packed_caches import Cache, latent_format, latent_layer, make_cache
+from support.pairwise import pairwise
 
 # Rows of text before a tree of up to 24: none, some, and such that a chunk of 256 ends before, at or in the tree.
 BEFORE = [0, 37, 241, 256, 505, 700]
-WINDOWS = [None, 5, 40, 300]
+WINDOWS = {"all": None, "narrow": 5, "middle": 40, "wide": 300}
 
 
 def random_tree(chance: random.Random) -> Tensor:
@@ -29,15 +30,24 @@ def random_tree(chance: random.Random) -> Tensor:
     return torch.tensor(ancestry(parents), dtype=torch.int32)
 
 
-def texts(format: RowFormat, block_size: int, whole: tuple[int, ...] = ()) -> Iterator[tuple[Cache, Tensor]]:
+def texts(
+    format: RowFormat, block_size: int, window: int | None, whole: tuple[int, ...] = ()
+) -> Iterator[tuple[Cache, Tensor]]:
     """Yield caches whose last rows are a tree's, all packed."""
-    chance = random.Random(0)
-    for window in WINDOWS:
-        for before in BEFORE:
-            tree_Tn = random_tree(chance)
-            cache = make_cache(format, [(before + len(tree_Tn), len(tree_Tn))], block_size, window, whole)
-            if int(cache.slots.max()) < len(cache.packed):
-                yield cache, tree_Tn
+    chance = random.Random(window or 0)
+    for before in BEFORE:
+        tree_Tn = random_tree(chance)
+        cache = make_cache(format, [(before + len(tree_Tn), len(tree_Tn))], block_size, window, whole)
+        if int(cache.slots.max()) < len(cache.packed):
+            yield cache, tree_Tn
+
+
+def some_nodes(tree_Tn: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield at most eight nodes, the first and the last among them, and their rows of the tree."""
+    last = len(tree_Tn) - 1
+    inner = random.Random(last).sample(range(1, last), min(6, max(0, last - 1)))
+    for m in sorted({0, *inner, last}):
+        yield m, tree_Tn[m]
 
 
 def decoding(cache: Cache, rows: tuple, back: Tensor) -> tuple[tuple, Tensor, tuple]:
@@ -54,24 +64,28 @@ def decoding(cache: Cache, rows: tuple, back: Tensor) -> tuple[tuple, Tensor, tu
     return (stored, *rows[1:]), slots[-1:], view
 
 
-@pytest.mark.parametrize("stored", ["bf16", "int8", "int8-first-whole"])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block_size"),
-    # Including block sizes that are not multiples of 16, complete trees in one task, and tokens with more heads than a
-    # task has columns.
-    [(9, 3, 64, 16), (4, 1, 80, 32), (6, 2, 20, 8), (2, 2, 32, 64), (72, 8, 16, 16), (130, 1, 16, 16)],
-)
-def test_grouped_queries(heads, kv_heads, dim, block_size, stored, compiled):
+@pairwise(
+    {
+        "stored": ["bf16", "int8", "int8-first-whole"], "window": WINDOWS,
+        # Block sizes that are not multiples of 16, complete trees in one task, tokens with more heads than a task has
+        # columns.
+        "heads,kv_heads,dim,block_size": [
+            (9, 3, 64, 16), (4, 1, 80, 32), (6, 2, 20, 8), (2, 2, 32, 64), (72, 8, 16, 16), (130, 1, 16, 16),
+        ],
+    },
+    more=0,
+)  # fmt: skip
+def test_grouped_queries(heads, kv_heads, dim, block_size, stored, window, compiled):
     H, G, D = heads, kv_heads, dim
     q_THD = torch.randn(24, H, D, generator=torch.Generator().manual_seed(1)).bfloat16()
-    for cache, tree_Tn in texts(Int8((D,) * 2 * G), block_size, (0,) if "whole" in stored else ()):
+    for cache, tree_Tn in texts(Int8((D,) * 2 * G), block_size, window, (0,) if "whole" in stored else ()):
         rows = cache.rows(decoded=stored == "bf16")
 
         def attend(q, rows, view, tree):
             return compiled.decode(q, *rows, G, D, G * D, *view, 0.3, tree)
 
         actual, lses = attend(q_THD[: len(tree_Tn)], rows, cache.view, tree_Tn)
-        for m, back in enumerate(tree_Tn):
+        for m, back in some_nodes(tree_Tn):
             straight, _, view = decoding(cache, rows, back)
             expected, lse = attend(q_THD[m : m + 1], straight, view, None)
             assert expected.isfinite().all()
@@ -84,20 +98,23 @@ def test_grouped_queries(heads, kv_heads, dim, block_size, stored, compiled):
         assert torch.equal(part, actual[newest]) and torch.equal(part_lses, lses[newest])
 
 
-@pytest.mark.parametrize("stored", ["bf16", "int8", "coded"])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "rank", "rope", "block_size"),
-    [(9, 3, 128, 64, 16), (4, 2, 40, 8, 8), (16, 1, 72, 32, 32), (72, 8, 32, 16, 16)],
-)
-@pytest.mark.parametrize("layout", ["latent", "latent_rope"])
-def test_latents(layout, heads, kv_heads, rank, rope, block_size, stored, compiled):
+@pairwise(
+    {
+        "stored": ["bf16", "int8", "coded"], "layout": ["latent", "latent_rope"], "window": WINDOWS,
+        "heads,kv_heads,rank,rope,block_size": [
+            (9, 3, 128, 64, 16), (4, 2, 40, 8, 8), (16, 1, 72, 32, 32), (72, 8, 32, 16, 16),
+        ],
+    },
+    more=0,
+)  # fmt: skip
+def test_latents(layout, heads, kv_heads, rank, rope, block_size, stored, window, compiled):
     E = rope if layout == "latent_rope" else 0
     kernel = getattr(compiled, layout)
-    for cache, tree_Tn in texts(latent_format("int8" if stored == "bf16" else stored, rank, E), block_size):
+    for cache, tree_Tn in texts(latent_format("int8" if stored == "bf16" else stored, rank, E), block_size, window):
         qkv, *layer = latent_layer(cache.format, heads, kv_heads, rank, E, len(tree_Tn))
         rows = cache.rows(decoded=stored == "bf16")
         actual = kernel(qkv, *layer, *rows, cache.slots, *cache.view, [False], 0.3, tree_Tn)
-        for m, back in enumerate(tree_Tn):
+        for m, back in some_nodes(tree_Tn):
             straight, slot, view = decoding(cache, rows, back)
             # The kernel writes the newest token's row itself.
             straight[0][slot] = 255 if straight[0].dtype == torch.uint8 else torch.nan

@@ -8,17 +8,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from mlaforge.gpu_verification import correctness
 from mlaforge.gpu_verification.case import AT_MOST, Case, Outcome, Prediction, Unsupported
 from mlaforge.gpu_verification.context import Context
-from mlaforge.ops import paged_attention_triton as attention
 
 
 def cases(context: Context) -> Iterator[Case]:
-    shape = correctness.SMALL["gqa-64"]
     error = Prediction(1e-5, "relative error", AT_MOST)
-    yield Case("right merge", error, lambda: correctness.merge(context, shape, 3))
-    yield Case("wrong merge", error, lambda: wrong_merge(context, shape))
+    yield Case("right merge", error, lambda: merge(context))
+    yield Case("wrong merge", error, lambda: wrong_merge(context))
     yield Case("crash", error, lambda: os.kill(os.getpid(), signal.SIGSEGV))
     yield Case("after the crash", error, lambda: Outcome(0.0))
     yield Case("broken context", error, lambda: broken_context(context))
@@ -28,8 +25,16 @@ def cases(context: Context) -> Iterator[Case]:
     yield Case("last", error, lambda: Outcome(0.0))
 
 
-def wrong_merge(context: Context, shape: Any) -> Outcome:
-    """As correctness.merge, with a kernel whose outputs are 1 % too large."""
+def merge(context: Context) -> Outcome:
+    # Imported here: every crash takes another process, which does not need the kernels.
+    from mlaforge.gpu_verification import correctness
+
+    return correctness.merge(context, correctness.SMALL["gqa-64"], 3)
+
+
+def wrong_merge(context: Context) -> Outcome:
+    """As `merge`, with a kernel whose outputs are 1 % too large."""
+    from mlaforge.ops import paged_attention_triton as attention
 
     class Wrong:
         kernel = attention.merge_kernel
@@ -43,7 +48,7 @@ def wrong_merge(context: Context, shape: Any) -> Outcome:
 
     attention.merge_kernel = Wrong()
     try:
-        return correctness.merge(context, shape, 3)
+        return merge(context)
     finally:
         attention.merge_kernel = Wrong.kernel
 

@@ -1,12 +1,12 @@
 """The house rules that a machine can check: who imports whom, what stays light, what is never used."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 import mlaforge
 
@@ -16,7 +16,6 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAKERS = ("demo/model.py", "demo/gpt_oss.py", "demo/geometry.py")
 # Formats of tool calls, by vLLM's names, which are also names of families.
 CALL_FORMATS = {"mistral"}
-NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 
 # Who may import whom: a file imports its own package, or a line above its own.
 ORDER = """
@@ -47,42 +46,74 @@ llm
 ROOM = {"runtime", "config", "artifact", "tensor_store"}
 
 
+@functools.cache
+def source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(source(path))
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(syntax(path)))
+
+
+def place(path: Path, node: ast.AST | None = None) -> str:
+    """Where an offence is: "ops/native.py:12", or the file alone."""
+    return f"{path.relative_to(ROOT)}:{node.lineno}" if node is not None else str(path.relative_to(ROOT))
+
+
 def lines(order: str) -> dict[str, int]:
     """Package -> its line."""
     return {name: number for number, line in enumerate(order.split("\n")) for name in line.split()}
 
 
-def imports(path: Path) -> set[tuple[str, ...]]:
-    """What of ours a file imports, wherever in it: ("engine", "cache", "view", "CacheView")."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def imports(path: Path) -> dict[tuple[str, ...], str]:
+    """What of ours a file imports, wherever in it: ("engine", "cache", "view", "CacheView") -> its place."""
+    names: dict[str, str] = {}
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            names |= {alias.name: place(path, node) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             package = ("mlaforge", *path.relative_to(ROOT).parts[:-1])
             base = [".".join(package[: len(package) - node.level + 1])] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            names |= {f"{module}.{alias.name}" for alias in node.names}
-    return {tuple(name.split(".")[1:]) for name in names if name.split(".")[0] == "mlaforge" and "." in name}
+            names |= {f"{module}.{alias.name}": place(path, node) for alias in node.names}
+    return {
+        tuple(name.split(".")[1:]): at for name, at in names.items() if name.split(".")[0] == "mlaforge" and "." in name
+    }
 
 
-def above(order: dict[str, int], own: str, other: str) -> bool:
-    return own == other or order[other] < order[own]
-
-
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_import_direction(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    if parts in (("__init__",), ("__main__",)):
-        return
+def may_import(parts: tuple[str, ...], name: tuple[str, ...]) -> bool:
+    """Whether the file `parts` may import `name`, by ORDER and INSIDE_ENGINE."""
     order, inside = lines(ORDER), lines(INSIDE_ENGINE)
-    assert parts[0] in order, f"{parts[0]} is new: say on which line of ORDER it stands"
-    for name in imports(path) - {("__version__",)}:
-        if name[0] in ROOM and parts[0] in ROOM:
-            continue
-        assert above(order, parts[0], name[0]), f"{'/'.join(parts)} imports {'.'.join(name)}"
-        if parts[0] == name[0] == "engine" and parts[1] != "__init__":
-            assert above(inside, parts[1], name[1]), f"{'/'.join(parts)} imports {'.'.join(name)}"
+
+    def above(order: dict[str, int], importer: str, other: str) -> bool:
+        return importer == other or order[other] < order[importer]
+
+    if name[0] in ROOM and parts[0] in ROOM:
+        return True
+    if not above(order, parts[0], name[0]):
+        return False
+    return not parts[0] == name[0] == "engine" or parts[1] == "__init__" or above(inside, parts[1], name[1])
+
+
+def test_import_direction():
+    modules = {path: path.relative_to(ROOT).with_suffix("").parts for path in FILES}
+    modules = {path: parts for path, parts in modules.items() if parts not in (("__init__",), ("__main__",))}
+    new = {parts[0] for parts in modules.values()} - lines(ORDER).keys()
+    assert not new, f"new packages, which need a line of ORDER: {', '.join(sorted(new))}"
+    offenders = [
+        f"{at} imports {'.'.join(name)}, which ORDER and INSIDE_ENGINE have on the same line or below"
+        for path, parts in modules.items()
+        for name, at in imports(path).items()
+        if name != ("__version__",) and not may_import(parts, name)
+    ]
+    assert not offenders, "\n".join(offenders)
 
 
 def test_no_file_imports_itself_by_a_detour():
@@ -114,13 +145,13 @@ def test_the_root_holds_five_modules():
 
 def test_every_package_says_what_it_is():
     for folder in {path.parent for path in FILES}:
-        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+        assert ast.get_docstring(syntax(folder / "__init__.py")), folder
 
 
 def test_modeling_is_self_contained_and_flat():
     """What is copied into checkpoints imports torch, transformers, the standard library and flat siblings only."""
     for path in (ROOT / "modeling").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.level:
                 assert node.level == 1 and "." not in (node.module or ""), path
             elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -141,46 +172,63 @@ def test_importing_the_package_is_light():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_no_family_is_named_outside_families(path):
-    if path.parent.name == "families" or str(path.relative_to(ROOT)) in MAKERS:
-        return
-    tree = ast.parse(path.read_text())
+FAMILY_WORDS = re.compile(r"\b(llama|qwen[23]?|mistral|ministral|mixtral|mimo|gpt_oss|gptoss)\b", re.IGNORECASE)
+
+
+def named_families(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Yield where a file names a family: in a string that is no docstring, or in a name."""
     docs = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    words = re.compile(r"\b(llama|qwen[23]?|mistral|ministral|mixtral|mimo|gpt_oss|gptoss)\b", re.IGNORECASE)
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            assert not words.search(node.value) or node.value in CALL_FORMATS, node.value
-        elif isinstance(node, ast.Name | ast.Attribute):
-            name = node.id if isinstance(node, ast.Name) else node.attr
-            assert not words.search(name), name
+            name = "" if node.value in CALL_FORMATS else node.value
+        else:
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if FAMILY_WORDS.search(name):
+            yield node, name
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_never_pickle_never_silence(path):
-    text = path.read_text()
-    assert not re.search(r"\bimport pickle\b|torch\.load\(|allow_pickle=True|weights_only=False", text)
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ExceptHandler):
-            broad = node.type is None or (isinstance(node.type, ast.Name) and node.type.id == "Exception")
-            foreign = "raises nothing narrower" in text.splitlines()[node.lineno - 1]
-            assert not broad or foreign, f"{path}:{node.lineno} catches everything"
+def test_no_family_is_named_outside_families():
+    offenders = [
+        f"{place(path, node)}: {name!r} names a family; only families/ may"
+        for path in FILES
+        if path.parent.name != "families" and str(path.relative_to(ROOT)) not in MAKERS
+        for node, name in named_families(path)
+    ]
+    assert not offenders, "\n".join(offenders)
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_files_stay_readable(path):
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), f"{path} has no docstring"
-    assert len(path.read_text().splitlines()) <= 450
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno <= 90, f"{path}:{node.lineno} {node.name} is long"
+PICKLES = re.compile(r"\bimport pickle\b|torch\.load\(|allow_pickle=True|weights_only=False")
+
+
+def test_never_pickle_never_silence():
+    offenders = []
+    for path in FILES:
+        text = source(path).splitlines()
+        offenders += [f"{place(path)}:{n} reads pickles" for n, line in enumerate(text, 1) if PICKLES.search(line)]
+        for node in nodes(path):
+            if isinstance(node, ast.ExceptHandler):
+                broad = node.type is None or (isinstance(node.type, ast.Name) and node.type.id == "Exception")
+                if broad and "raises nothing narrower" not in text[node.lineno - 1]:
+                    offenders.append(f"{place(path, node)} catches everything; catch what can be raised")
+    assert not offenders, "\n".join(offenders)
+
+
+def test_files_stay_readable():
+    offenders = []
+    for path in FILES:
+        count = len(source(path).splitlines())
+        offenders += [f"{place(path)} has no docstring"] * (not ast.get_docstring(syntax(path)))
+        offenders += [f"{place(path)} has {count} lines; at most 450"] * (count > 450)
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno > 90:
+                offenders.append(f"{place(path, node)} {node.name} has more than 90 lines")
+    assert not offenders, "\n".join(offenders)
 
 
 # Pronouns, passives and vague adjectives: the noun that an identifier holds is the better name.
@@ -194,11 +242,10 @@ STANDARD = {
 
 def identifiers(path: Path) -> set[str]:
     """Names that a Python file defines, or all names of a C++ file."""
-    text = path.read_text()
     if path.suffix != ".py":
-        return set(re.findall(r"[A-Za-z_]\w*", re.sub(r'//.*|/\*.*?\*/|"[^"\n]*"', "", text)))
+        return set(re.findall(r"[A-Za-z_]\w*", re.sub(r'//.*|/\*.*?\*/|"[^"\n]*"', "", source(path))))
     names = {path.stem}
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.arg):

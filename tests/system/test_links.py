@@ -1,6 +1,7 @@
 """Every link of README and the documentation leads somewhere: files, and headings by their anchors; the site has every
 page."""
 
+import functools
 import os
 import re
 import subprocess
@@ -29,6 +30,7 @@ def links(page: Path) -> list[str]:
     return [link for link in found if not re.match(r"[a-z]+:", link)]
 
 
+@functools.cache
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and the site make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
@@ -41,18 +43,18 @@ def anchors(page: Path) -> set[str]:
     return made
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page):
+def test_every_link_leads_somewhere():
     broken = []
-    for link in links(page):
-        file, _, anchor = link.partition("#")
-        target = (page.parent / file).resolve() if file else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
-        # The site has nothing of the repository but docs/.
-        elif page.parent == DOCS and not target.is_relative_to(DOCS):
-            broken.append(f"{link} leaves docs/")
-    assert broken == []
+    for page in PAGES:
+        for link in links(page):
+            file, _, anchor = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link} leads nowhere")
+            # The site has nothing of the repository but docs/.
+            elif page.parent == DOCS and not target.is_relative_to(DOCS):
+                broken.append(f"{page.relative_to(ROOT)}: {link} leaves docs/")
+    assert not broken, "\n".join(broken)
 
 
 def test_broken_links_are_seen(tmp_path):

@@ -61,6 +61,11 @@ def test_pages_are_of_one_size(widths, block_size, drafted):
         assert filled[0] == widths[0]
 
 
+def test_narrow_rows_fill_their_pages():
+    """As many tokens as fit: no column is unused where the widths divide."""
+    assert even_pages([12, 4, 6, 24], 16) == ([16, 48, 32, 8], [12, 4, 6, 24])
+
+
 def test_gpt_oss_20b_s_pages():
     """12 layers of 512 + 64 elements, 12 of 2 x 8 x 64; beside them a draft head of 1,024."""
     assert even_pages([6912, 12288], 128) == ([128, 64], [6912, 13824])
