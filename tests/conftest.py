@@ -121,16 +121,46 @@ def no_absolute_paths() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Family -> directory of a tiny random model. Read-only: use `model` for a copy to modify."""
-    folder = tmp_path_factory.mktemp("models")
-    return {family: save_model(folder / family, family, seed) for seed, family in enumerate(FAMILIES)}
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], Any]], Path]:
+    """shared(name, make) -> a directory that make(directory) writes, once for all processes of this run. Read-only."""
+    from filelock import FileLock
+
+    folder = tmp_path_factory.getbasetemp()
+    # The folders of pytest-xdist's processes are in one folder per run.
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shared"
+    folder.mkdir(exist_ok=True)
+
+    def get(name: str, make: Callable[[Path], Any]) -> Path:
+        directory = folder / name
+        with FileLock(folder / f"{name}.lock"):
+            if not directory.exists():
+                partial = folder / f"{name}.partial"
+                shutil.rmtree(partial, ignore_errors=True)
+                # The directory's name is the model's.
+                make(partial / "model")
+                partial.rename(directory)
+        return directory / "model"
+
+    return get
 
 
 @pytest.fixture(scope="session")
-def biased_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_models(shared: Callable[..., Path]) -> dict[str, Path]:
+    """Family -> directory of a tiny random model. Read-only: use `model` for a copy to modify."""
+
+    def make(folder: Path) -> None:
+        for seed, family in enumerate(FAMILIES):
+            save_model(folder / family, family, seed)
+
+    folder = shared("tiny_models", make)
+    return {family: folder / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def biased_llama(shared: Callable[..., Path]) -> Path:
     """A tiny llama with biases in q, k, v and o. Read-only."""
-    return save_model(tmp_path_factory.mktemp("biased") / "llama", "llama", 3, attention_bias=True)
+    make = lambda folder: save_model(folder / "llama", "llama", 3, attention_bias=True)  # noqa: E731
+    return shared("biased_llama", make) / "llama"
 
 
 @pytest.fixture(scope="session")
@@ -187,7 +217,7 @@ def evaluation_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def converted(
     tiny_models: dict[str, Path], biased_llama: Path, calibration_file: Path, evaluation_file: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    shared: Callable[..., Path],
 ) -> Callable[..., Path]:  # fmt: skip
     """(family, layout, **options) -> the converted directory, cached."""
     from mlaforge.conversion import convert
@@ -199,15 +229,14 @@ def converted(
     def get(family: str, layout: str | None, **options: Any) -> Path:
         key = json.dumps([family, layout, options], sort_keys=True)
         if key not in cache:
-            out = tmp_path_factory.mktemp("converted") / "model"
             settings = {"seqlen": 64, "nsamples": 12, "eval_windows": 4, "device": "cpu", **options}
             # Plain rows, unless a test sets bits.
             settings |= {} if "bits" in settings or "budget" in settings else {"budget": 0.5}
             config = ConvertConfig(
                 layout=layout, calibration=str(calibration_file), evaluation=str(evaluation_file), **settings
             )
-            convert.run(str(sources[family]), out, config)
-            cache[key] = out
+            name = f"converted-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+            cache[key] = shared(name, lambda out: convert.run(str(sources[family]), out, config))
         return cache[key]
 
     return get

@@ -298,7 +298,7 @@ def engine_peer(tiny_models):
     peer.close()
 
 
-PROMPTS = [[1, 2, 3, 4, 5] * 6, [9, 8, 7] * 10]
+PROMPTS = [[1, 2, 3, 4, 5] * 3, [9, 8, 7] * 5]
 
 
 def broken_invariants(peer, variant=None):

@@ -297,33 +297,38 @@ def test_preemption_changes_nothing(layout, caching, sparse):
 
 
 @pytest.mark.parametrize(
-    ("layout", "length", "caching", "steps"),
-    [("gqa", 130, False, 6), ("gqa", 90, True, 1), ("latent", 90, False, 4), ("latent_rope", 90, False, 4),
-     ("coded", 90, False, 4)],
+    ("layout", "generated", "caching", "steps"),
+    [("gqa", 128, False, 5), ("gqa", 80, True, 1), ("latent", 80, False, 4), ("latent_rope", 80, False, 4),
+     ("coded", 80, False, 4)],
 )  # fmt: skip
-def test_an_answer_is_restored_in_few_steps(layout, length, caching, steps, sparse):
+def test_an_answer_is_restored_in_few_steps(layout, generated, caching, steps, sparse):
     """In chunks of generated tokens, each with its selection: in bf16 the rest of the answer is equal to the bit."""
     if not native.is_available():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
-    params = SamplingParams(temperature=0.0, max_tokens=length + 8, ignore_eos=True, logprobs=1)
-    llm = engine(sparse("llama", layout), dtype="bfloat16", prefix_caching=caching, cache_bytes=16 << 20)
-    answers = []
-    for preempt in (False, True):
-        llm.engine.add("answer", PROMPTS[0], params)
-        logprobs, preempted_at, restored_at = [], None, None
-        while llm.engine.has_work:
-            if len(logprobs) == length and preempted_at is None:
-                preempted_at = llm.engine.stats().steps
-                if preempt:
-                    llm.engine.scheduler._preempt(llm.engine.scheduler.running[-1])
-            for output in llm.engine.step():
-                logprobs += [(x.token_id, x.logprob) for x in output.outputs[0].logprobs or ()]
-            if len(logprobs) == length + 1:
-                restored_at = llm.engine.stats().steps
-        answers.append(logprobs)
-    assert answers[0] == answers[1]
+    directory, options = sparse("llama", layout), {"dtype": "bfloat16", "prefix_caching": caching}
+    params = SamplingParams(temperature=0.0, max_tokens=generated + 8, ignore_eos=True, logprobs=1)
+    whole = engine(directory, **options)
+    alone = whole.generate([PROMPTS[0]], params)[0].outputs[0].logprobs
+    # One block less than the next tokens of both need: the newer one is preempted, and the older one ends.
+    blocks = sum(-(-(len(prompt) + generated) // 16) for prompt in PROMPTS[:2]) - 1
+    block_bytes = sum(layer.block_bytes(16) for layer in whole.engine.cache.layers)
+    llm = engine(directory, **options, cache_bytes=blocks * block_bytes)
+    llm.engine.add("older", PROMPTS[1], greedy(generated + 1))
+    llm.engine.add("answer", PROMPTS[0], params)
+    logprobs, preempted_at, restored_at = [], None, None
+    while llm.engine.has_work:
+        for output in llm.engine.step():
+            if output.request_id == "answer":
+                logprobs += output.outputs[0].logprobs
+        stats = llm.engine.stats()
+        if stats.preemptions and preempted_at is None:
+            assert len(logprobs) == generated
+            preempted_at = stats.steps
+        if len(logprobs) == generated + 1:
+            restored_at = stats.steps
+    assert [(x.token_id, x.logprob) for x in logprobs] == [(x.token_id, x.logprob) for x in alone]
     # The prompt, then 32 tokens a step; with the prefix cache only those of the last block.
-    assert restored_at - preempted_at == steps
+    assert restored_at - preempted_at == steps and stats.preemptions == 1
     llm.engine.check_integrity()
 
 
