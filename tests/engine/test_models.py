@@ -60,7 +60,7 @@ def check_ways(directory, oracle, ways):
             assert cached == (whole if turn else 0), name
     # Room for the longest and a little more: sequences give up their blocks and are computed again.
     llm = watched(directory)
-    renew(llm.engine, 3, 70 + COUNT, block_size=4)
+    renew(llm.engine, 6, 70 + COUNT, block_size=4)
     check(llm, oracle)
     assert llm.engine.stats().preemptions > 0
 

@@ -26,7 +26,7 @@ from support.speculating import branch, speculate
 from support.tiny_models import load_original
 
 # Of both lengths of a window, and of blocks.
-PROMPTS = random_prompts(100, 40, 7, 70, seed=4)
+PROMPTS = random_prompts(100, 60, 7, 57, seed=4)
 NEW = 10
 CASES = [
     ("llama", None, "fp8"), ("mistral", None, "bf16"), ("gpt_oss", None, "int4"), ("mistral", "latent_rope", "int8"),
@@ -94,7 +94,7 @@ def test_result_does_not_depend_on_schedule(family, layout, stored, model):
 
     llm = watched(directory, **options)
     size = llm.engine.config.block_size
-    renew(llm.engine, 2, 100 + NEW, block_size=size, max_step=64, num_unquantized=6)
+    renew(llm.engine, 1, 100 + NEW, block_size=size, max_step=64, num_unquantized=6)
     assert results(llm.generate(PROMPTS, ASKED)) == alone
     assert llm.engine.stats().preemptions > 0
     idle(llm.engine)
