@@ -170,9 +170,10 @@ def tiny_models(shared: Callable[..., Path]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def biased_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def biased_llama(shared: Callable[..., Path]) -> Path:
     """A tiny llama with biases in q, k, v and o. Read-only."""
-    return save_model(tmp_path_factory.mktemp("biased") / "llama", "llama", 3, attention_bias=True)
+    make = lambda folder: save_model(folder / "llama", "llama", 3, attention_bias=True)  # noqa: E731
+    return shared("biased_llama", make) / "llama"
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from mlaforge.engine.sampling.params import SamplingParams
 HEADS = sorted(demo_model.HEADS.iterdir())
 EVAL_TEXTS = Path(__file__).parents[3] / "shared" / "data" / "prompts" / "mt_bench.jsonl"
 NUM_LAYERS, TOKENS = 30, 49152
+GREEDY = {"temperature": 0.0, "max_tokens": 32}
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
@@ -45,16 +46,16 @@ def test_a_head_is_what_draft_export_writes(folder, cli, tmp_path):
 
 def test_speculation_for_real(smollm2):
     """Fewer steps than tokens, and the tokens of plain decoding."""
-    prompts = ["How does a rainbow form?", "Write a function that reverses a string.", "Name three uses of salt."]
-    plain = LLM(smollm2, dtype="float32", device="cpu", cache_bytes=1 << 28)
-    asked = [plain.chat_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
-    params = SamplingParams(temperature=0.0, max_tokens=48)
-    expected = [output.outputs[0].token_ids for output in plain.generate(asked, params)]
-    del plain
-    drafting = LLM(
+    llm = LLM(
         smollm2, dtype="float32", device="cpu", cache_bytes=1 << 28, speculative=str(demo_model.head("original")),
         adaptive_speculation=False,
     )  # fmt: skip
-    assert [output.outputs[0].token_ids for output in drafting.generate(asked, params)] == expected
-    block = drafting.engine.stats().speculation.block()
+    prompts = ["How does a rainbow form?", "Write a function that reverses a string."]
+    asked = [llm.chat_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+    plain, drafted = (
+        [output.outputs[0].token_ids for output in llm.generate(asked, SamplingParams(**GREEDY, speculate=speculate))]
+        for speculate in (False, True)
+    )
+    assert drafted == plain
+    block = llm.engine.stats().speculation.block()
     assert block["mean_acceptance_length"] > 1.3, block

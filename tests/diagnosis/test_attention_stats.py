@@ -49,7 +49,11 @@ def observe_model(directory, folder, tokens):
     return spec, layers, [float(store[f"losses-{n:04d}"]["mean"]) for n in range(len(tokens))]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "mistral", "qwen3", "gpt_oss"])
+# A window, norms of queries and keys, sinks and experts; the others have none of these.
+FAMILIES = ["mistral", "qwen3", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen2"))]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def observed(request, tiny_models, tmp_path_factory):
     """A transformers model with eager attention, its spec, and the statistics of every layer."""
     model = load_original(tiny_models[request.param])

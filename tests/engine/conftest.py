@@ -7,19 +7,19 @@ from mlaforge.sparsity.config import SparsifyConfig
 
 
 @pytest.fixture(scope="session")
-def sparse(converted, tiny_models, calibration_file, tmp_path_factory):
+def sparse(converted, tiny_models, calibration_file, shared):
     made = {}
 
     def get(family, layout, **options):
         key = (family, layout, *options.items())
         if key not in made:
-            made[key] = tmp_path_factory.mktemp("sparse") / "model"
+            name = "-".join(map(str, ("sparse", family, layout, *sum(options.items(), ()))))
             coded = {"bits": 6} if layout == "coded" else {}
             layout = "latent" if coded else layout
             model = tiny_models[family] if layout == "gqa" else converted(family, layout, **coded)
             sizes = {"topk": 40, "width": 16, "sink": 2, "window": 12, "seqlen": 64, "nsamples": 6, **options}
             config = SparsifyConfig(text=str(calibration_file), device="cpu", **sizes)
-            sparsify.run(str(model), made[key], config)
+            made[key] = shared(f"{name}/model", lambda out: sparsify.run(str(model), out, config))
         return made[key]
 
     return get

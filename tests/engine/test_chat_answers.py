@@ -135,7 +135,7 @@ def test_markers_that_are_special_tokens(scripted):
     llm = scripted(OBJECTS, '<|python_tag|>{"name": "weather", "parameters": {}}<|eom_id|>')
     params = [SamplingParams(max_tokens=80), SamplingParams(max_tokens=80, skip_special_tokens=False)]
     outputs = llm.chat([WEATHER, WEATHER], params, tools=TOOLS)
-    for output, rest in zip(outputs, ("", "<|eom_id|></s>"), strict=True):
+    for output, rest in zip(outputs, ("", "<|eom_id|>"), strict=True):
         (answer,) = output.outputs
         assert [call["function"] for call in answer.tool_calls] == [{"name": "weather", "arguments": "{}"}]
         assert answer.text == rest

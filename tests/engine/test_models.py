@@ -13,8 +13,8 @@ from mlaforge.checkpoint import loading, reader
 from support.engine_driver import Oracle, greedy, idle, most_blocks, random_prompts, renew, watched
 from support.tiny_models import CASES, FAMILIES
 
-PROMPTS = random_prompts(5, 17, 40, 70, 33)
-COUNT = 20
+PROMPTS = random_prompts(5, 17, 70)
+COUNT = 10
 WAYS = {
     "all at once": {},
     "chunks of 7, blocks of 4": {"max_num_batched_tokens": 7, "max_num_seqs": 5, "block_size": 4},
@@ -48,34 +48,41 @@ def check(llm, oracle, prompts=PROMPTS, count=COUNT):
     idle(llm.engine)
 
 
-def check_every_way(directory, oracle):
-    for name, options in WAYS.items():
+def check_ways(directory, oracle, ways):
+    for name, options in ways.items():
         llm = watched(directory, **options)
-        for turn in range(2):
+        for turn in range(2 if llm.engine.config.prefix_caching else 1):
             check(llm, oracle)
             cached = llm.engine.stats().cached_prompt_tokens
             # The second time all whole blocks of the prompts are there, but not the one of the last token.
             size = llm.engine.config.block_size
             whole = sum((len(prompt) - 1) // size * size for prompt in PROMPTS)
-            assert cached == (whole if turn and llm.engine.config.prefix_caching else 0), name
+            assert cached == (whole if turn else 0), name
     # Room for the longest and a little more: sequences give up their blocks and are computed again.
     llm = watched(directory)
     renew(llm.engine, 6, 70 + COUNT, block_size=4)
-    for _ in range(2):
-        check(llm, oracle)
+    check(llm, oracle)
     assert llm.engine.stats().preemptions > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_original_models_equal_transformers(family, tiny_models, oracle):
-    check_every_way(tiny_models[family], oracle(tiny_models[family]))
+    check_ways(tiny_models[family], oracle(tiny_models[family]), WAYS)
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
-def test_converted_models_equal_transformers(family, layout, converted, oracle):
+@pytest.mark.parametrize(
+    ("family", "layout", "way"),
+    # Each in one of the ways in turn, so that both layouts take all of them; the rest is slow.
+    [
+        pytest.param(*case, way, marks=() if (number - turn) % len(WAYS) == 0 else pytest.mark.slow)
+        for number, case in enumerate(CASES) for turn, way in enumerate(WAYS)
+    ],
+    ids=str,
+)  # fmt: skip
+def test_converted_models_equal_transformers(family, layout, way, converted, oracle):
     directory = converted(family, layout, budget=0.75)
     assert layout in reader.read_config(directory)["mla_layer_types"]
-    check_every_way(directory, oracle(directory))
+    check_ways(directory, oracle(directory), {way: WAYS[way]})
 
 
 @torch.no_grad()
@@ -85,13 +92,21 @@ def token_logprobs(model, ids):
 
 
 BITS = {"bits": 5, "layers": "all"}
+PLAIN = {"budget": 0.75}
+# Each family, each layout, plain and coded.
+FEW = [("llama", "latent", PLAIN), ("qwen2", "latent_rope", PLAIN), ("mistral", "latent", BITS),
+       ("qwen3", "latent", BITS), ("mimo", "latent_rope", BITS), ("gpt_oss", "latent", PLAIN)]  # fmt: skip
 CONVERSIONS = [
-    *((*case, how) for case in CASES for how in ({"budget": 0.75}, BITS)),
+    *FEW,
+    *(
+        pytest.param(*case, how, marks=pytest.mark.slow)
+        for case in CASES for how in (PLAIN, BITS) if (*case, how) not in FEW
+    ),
     # One layer alone, with all the bits; and layers with the shortest rows.
     ("llama", "latent", {"bits": 8, "layers": "1"}),
     ("gpt_oss", "latent_rope", {"bits": 4, "layers": "all"}),
     ("gpt_oss", "latent", {"bits": 2, "layers": "all"}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "layout", "how"), CONVERSIONS, ids=str)
@@ -140,8 +155,15 @@ def test_biased_original(biased_llama, oracle):
     check(watched(biased_llama), oracle(biased_llama))
 
 
-@pytest.mark.parametrize("chunk", [16, 512])
-@pytest.mark.parametrize(("family", "layout"), WINDOWED)
+@pytest.mark.parametrize(
+    ("family", "layout", "chunk"),
+    # A chunk smaller than the window, and one larger than the text; both for every kind of layer.
+    [
+        pytest.param(*case, chunk, marks=() if (number + short) % 2 else pytest.mark.slow)
+        for number, case in enumerate(WINDOWED) for short, chunk in enumerate((512, 16))
+    ],
+    ids=str,
+)  # fmt: skip
 def test_window_bounds_used_blocks(family, layout, chunk, converted, tiny_models, oracle):
     """Contexts of many windows: the same tokens, and never more blocks than a window and a step need."""
     directory = converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
@@ -151,8 +173,8 @@ def test_window_bounds_used_blocks(family, layout, chunk, converted, tiny_models
     most = most_blocks(tables, group, 10**6, chunk)
     assert most == (23 + chunk + 14) // 8
     used = 0
-    for output in llm.stream(random_prompts(300, 290, seed=1), greedy(40)):
+    for output in llm.stream(random_prompts(300, 290, seed=1), greedy(16)):
         used = max(used, tables.used_by_group[group])
         assert output.request_id
     assert used <= 2 * most
-    check(llm, oracle(directory), random_prompts(300, 290, seed=1), 40)
+    check(llm, oracle(directory), random_prompts(300, 290, seed=1), 16)

@@ -106,8 +106,14 @@ def test_stream_yields_the_error_and_raises_at_its_end(llm):
     assert ("error", True) in seen and ("length", False) in seen
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 3}], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("way", ["copies", "a head", "a tree", "lossless", "lossy"])
+GREEDY, SEEDED = {"temperature": 0.0}, {"seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("way", "params"),
+    [("copies", SEEDED), ("a head", GREEDY), ("a tree", SEEDED), ("lossless", GREEDY), ("lossy", SEEDED)],
+    ids=str,
+)
 def test_drafts_do_not_hide_non_finite_logits(way, params, overflowing, tmp_path):
     """Verification reads the token among drafted ones, or in the text."""
     head = saved(tmp_path) if way in ("a head", "a tree") else None
@@ -174,8 +180,7 @@ def test_server_reports_non_finite_logits(overflowing):
         served.settles()
 
 
-@pytest.mark.parametrize("tree", [0, 8])
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 3}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(("params", "tree"), [(GREEDY, 8), (SEEDED, 0)], ids=str)
 def test_overflowing_head_changes_no_token(params, tree, tiny_models, tmp_path):
     llm = LLM(
         tiny_models["llama"], dtype="float32", device="cpu", cache_bytes=1 << 22, speculative=str(saved(tmp_path)),

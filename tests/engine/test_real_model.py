@@ -8,10 +8,9 @@ from support.engine_driver import Oracle, greedy, idle, watched
 
 TEXTS = (
     "The capital of France is",
-    "def quicksort(items):\n    ",
     "Once upon a time, in a small village by the sea, there lived an old fisherman who",
 )
-COUNT = 64
+COUNT = 24
 # bf16 rounds to 8 bits, in 30 layers: the log probabilities of these texts are off by 0.02 on average and 0.16 at most.
 # Two candidates whose fp32 logits are less than this apart are a tie in bf16.
 BF16_TIE = 0.25

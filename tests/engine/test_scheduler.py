@@ -16,7 +16,8 @@ from support.engine_driver import Oracle, greedy, idle, most_blocks, random_prom
 from support.simulated_steps import SimulatedSteps
 
 BASES = random_prompts(40, 40, 40, seed=11)
-CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent")]
+CASES = [("llama", None), ("mistral", "latent_rope"), ("gpt_oss", "latent")]
+CASES += [pytest.param(case, marks=pytest.mark.slow) for case in (("gpt_oss", None), ("qwen3", "latent"))]
 LONGEST = 40 + 1 + 12
 
 

@@ -3,16 +3,12 @@
 import asyncio
 import contextlib
 import itertools
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import openai
@@ -21,15 +17,11 @@ import pytest
 from mlaforge.runtime import UserError
 from mlaforge.serving import app, server
 from mlaforge.serving.config import ServeConfig
-from support.scripted_engine import ByteTokenizer, ScriptedEngine, load_tokenizer
+from support import killed
+from support.scripted_engine import ByteTokenizer, ScriptedEngine, serve
 from support.serving import serving, until
 
 LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def test_api_key(tokenizer):
@@ -199,34 +191,27 @@ def test_draining_finishes_running_requests_and_refuses_new_ones(tokenizer):
         drained.result(30)
 
 
-def _start(delay, drain):
-    """Start a server in a subprocess on a free port; return (process, url) once it answers."""
-    script = Path(__file__).parents[1] / "support" / "scripted_engine.py"
-    paths = os.pathsep.join([str(script.parents[1]), str(script.parents[2] / "src")])
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(delay), "0", str(drain)],
-        env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    log_line = process.stderr.readline()
-    address = re.search(r"on (http://[\d.]+:\d+)/v1$", log_line)
-    assert address, log_line + process.stderr.read()
-    url = address[1]
+@contextlib.contextmanager
+def _served_process(log, delay, drain):
+    """Serve in another process on a free port; yield (process, url) once it answers."""
+    process = killed.started(serve, delay, drain, log)
 
     def answers():
-        assert process.poll() is None, process.stderr.read()
-        try:
-            return httpx.get(f"{url}/health").status_code == 200
-        except httpx.TransportError:
-            return False
+        assert process.exitcode is None, log.read_text()
+        address = re.search(r"on (http://[\d.]+:\d+)/v1\n", log.read_text() if log.exists() else "")
+        with contextlib.suppress(httpx.TransportError):
+            return address and httpx.get(f"{address[1]}/health").status_code == 200 and address[1]
 
-    until(answers, 60)
-    return process, url
+    try:
+        yield process, until(answers, 120)
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.mark.parametrize(("delay", "drain", "finished"), [(0.005, 60, True), (0.02, 0.5, False)])
-def test_sigterm_drains_and_exits_with_0(delay, drain, finished):
-    process, url = _start(delay, drain)
-    try:
+def test_sigterm_drains_and_exits_with_0(delay, drain, finished, tmp_path):
+    with _served_process(tmp_path / "log", delay, drain) as (process, url):
         lines = []
         started = threading.Event()
 
@@ -240,7 +225,7 @@ def test_sigterm_drains_and_exits_with_0(delay, drain, finished):
         reader = threading.Thread(target=read)
         reader.start()
         assert started.wait(60)
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         # It still listens and refuses new requests.
         statuses = []
 
@@ -253,37 +238,32 @@ def test_sigterm_drains_and_exits_with_0(delay, drain, finished):
 
         until(refuses)
         reader.join(60)
-        assert process.wait(60) == 0
-        events = [line for line in lines if line]
-        assert (events[-1] == "data: [DONE]") == finished
-        assert ('"error"' in events[-1]) == (not finished)
-        stderr = process.stderr.read()
-        assert "Traceback" not in stderr and "draining" in stderr
-        assert statuses[-1:] in ([503], [])
-    finally:
-        process.kill()
-        process.wait()
+        process.join(60)
+        assert process.exitcode == 0
+    events = [line for line in lines if line]
+    assert (events[-1] == "data: [DONE]") == finished
+    assert ('"error"' in events[-1]) == (not finished)
+    stderr = (tmp_path / "log").read_text()
+    assert "Traceback" not in stderr and "draining" in stderr
+    assert statuses[-1:] in ([503], [])
 
 
-def test_a_second_sigterm_ends_it_whatever_it_is_doing():
+def test_a_second_sigterm_ends_it_whatever_it_is_doing(tmp_path):
     """Here a step that goes on for ten minutes, which the shutdown waits for."""
-    process, url = _start(600, 0.1)
-    try:
+    with _served_process(tmp_path / "log", 600, 0.1) as (process, url):
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as answer:
             # The engine has taken it.
             assert answer.status_code == 200
-            process.send_signal(signal.SIGTERM)
+            process.terminate()
 
             def listens():
                 with contextlib.suppress(httpx.TransportError):
                     return httpx.get(f"{url}/health").status_code > 0
 
             until(lambda: not listens())
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(8) == -signal.SIGTERM
-    finally:
-        process.kill()
-        process.wait()
+        process.terminate()
+        process.join(8)
+        assert process.exitcode == -signal.SIGTERM
 
 
 def test_health_fails_if_no_step_finishes(tokenizer, monkeypatch):

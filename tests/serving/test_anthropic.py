@@ -20,7 +20,7 @@ from mlaforge.serving.replies import ChatForm, Prompt
 from mlaforge.serving.wire import ApiError, dumps
 from support.anthropic_messages import ask, assistant, events_of, message_of, refused, turns, user
 from support.harmony_tokenizer import HarmonyTokenizer
-from support.scripted_engine import ScriptedEngine, load_tokenizer
+from support.scripted_engine import ScriptedEngine
 from support.serving import serving, until
 
 HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
@@ -36,24 +36,6 @@ ANSWER = (
     '{"city": "Köln"}<|call|>'
 )
 FINAL = f"<|channel|>analysis<|message|>Easy.<|end|>{HEADER}final<|message|>It is 4 °C 🙂, I think.<|return|>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def served(tokenizer):
-    with serving(ScriptedEngine(tokenizer), api_key=None) as served:
-        yield served
-        served.settles()
-
-
-@pytest.fixture(scope="module")
-def encoding():
-    oh = pytest.importorskip("openai_harmony")
-    return oh.load_harmony_encoding(oh.HarmonyEncodingName.HARMONY_GPT_OSS)
 
 
 def tokens(encoding, text):

@@ -124,6 +124,12 @@ def test_waiting_requests_are_limited_by_bytes():
             client.sendall(request(body))
             head, response_body = answer(client)
             assert head.startswith(b"HTTP/1.1 429") and b"queue_full" in response_body and b"retry-after" in head
+        # A client that disconnects makes room for another.
+        clients.pop().close()
+        until(lambda: served.service.admission.admitted == 16)
+        clients.append(connected(served.port))
+        clients[-1].sendall(request(body))
+        until(lambda: served.service.admission.admitted == 17)
         engine.hold.set()
         for client in clients:
             assert answer(client)[0].startswith(b"HTTP/1.1 200")

@@ -25,11 +25,6 @@ CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{
 HI = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture(scope="module")
-def encoding():
-    return oh.load_harmony_encoding(oh.HarmonyEncodingName.HARMONY_GPT_OSS)
-
-
 @pytest.fixture
 def speaking(encoding, monkeypatch):
     """speaking(text) -> the engine of every later LLM, which answers every prompt with this text."""

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from support.raw_client import HEAD, answer, connected, cut, request
-from support.scripted_engine import ByteTokenizer, ScriptedEngine, load_tokenizer
+from support.scripted_engine import ByteTokenizer, ScriptedEngine
 from support.serving import serving, until
 
 # Its answer is larger than the socket buffers of both sides.
@@ -37,8 +37,8 @@ def test_a_head_sent_byte_by_byte_times_out(http_protocol):
 
 def test_long_answers_and_pauses_do_not_time_out(http_protocol):
     """Long answers, pipelined requests and pauses between requests do not time out."""
-    engine = ScriptedEngine(ByteTokenizer(), delay=0.04)
-    with serving(engine, client_timeout=2.0) as served, connected(served.port) as client:
+    engine = ScriptedEngine(ByteTokenizer(), delay=0.02)
+    with serving(engine, client_timeout=0.8) as served, connected(served.port) as client:
         client.sendall(request(b'{"prompt": "x", "max_tokens": 80, "ignore_eos": true}'))
         assert b'"completion_tokens":80' in answer(client)[1]
         for _ in range(3):
@@ -50,9 +50,9 @@ def test_long_answers_and_pauses_do_not_time_out(http_protocol):
             assert b'"completion_tokens":3' in answer(client)[1]
 
 
-def test_an_answer_that_is_never_read_is_dropped(http_protocol, tmp_path):
+def test_an_answer_that_is_never_read_is_dropped(http_protocol, tokenizer):
     """The answer is complete, the client does not read: closing would wait for ever."""
-    with serving(ScriptedEngine(load_tokenizer(tmp_path)), client_timeout=0.5) as served, socket.socket() as client:
+    with serving(ScriptedEngine(tokenizer), client_timeout=0.5) as served, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect(("127.0.0.1", served.port))
         client.sendall(request(LARGE, b"Connection: close"))
@@ -61,9 +61,9 @@ def test_an_answer_that_is_never_read_is_dropped(http_protocol, tmp_path):
 
 
 @pytest.mark.parametrize("fields", [(), (b"Connection: close",)], ids=["kept", "closed"])
-def test_a_slow_reader_gets_the_whole_answer(http_protocol, fields, tmp_path):
+def test_a_slow_reader_gets_the_whole_answer(http_protocol, fields, tokenizer):
     """Reading takes several times the timeout after the end of the answer."""
-    with serving(ScriptedEngine(load_tokenizer(tmp_path)), client_timeout=0.5) as served, socket.socket() as client:
+    with serving(ScriptedEngine(tokenizer), client_timeout=0.5) as served, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect(("127.0.0.1", served.port))
         client.sendall(request(LARGE, *fields))

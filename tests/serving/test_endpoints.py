@@ -13,17 +13,6 @@ from support.serving import serving
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def served(tokenizer):
-    with serving(ScriptedEngine(tokenizer)) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
 def client(served):
     return served.client()
 

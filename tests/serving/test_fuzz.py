@@ -12,7 +12,7 @@ from mlaforge.serving import wire
 from mlaforge.serving.protocol import HARMLESS, REFUSED, ChatRequest, CompletionRequest
 from mlaforge.serving.strict import strict_fields
 from mlaforge.serving.wire import ApiError, depth, event, parse_object
-from support.scripted_engine import ScriptedEngine, load_tokenizer
+from support.scripted_engine import ScriptedEngine
 from support.serving import serving
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -41,9 +41,8 @@ VALUES = st.recursive(
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    engine = ScriptedEngine(load_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-    with serving(engine, max_n=4, max_prompts=8) as served:
+def served(tokenizer):
+    with serving(ScriptedEngine(tokenizer), max_n=4, max_prompts=8) as served:
         yield served
         served.settles()
 

@@ -22,11 +22,6 @@ oh = pytest.importorskip("openai_harmony")
 
 
 @pytest.fixture(scope="module")
-def encoding():
-    return oh.load_harmony_encoding(oh.HarmonyEncodingName.HARMONY_GPT_OSS)
-
-
-@pytest.fixture(scope="module")
 def tokenizer(encoding):
     return HarmonyTokenizer(encoding)
 

@@ -40,11 +40,6 @@ TEMPLATE = os.environ.get("MLAFORGE_GPT_OSS_TEMPLATE")
 
 
 @pytest.fixture(scope="module")
-def encoding():
-    return oh.load_harmony_encoding(oh.HarmonyEncodingName.HARMONY_GPT_OSS)
-
-
-@pytest.fixture(scope="module")
 def checkpoint(encoding, tmp_path_factory):
     chat_format = harmony.Harmony(encoding)
 
@@ -115,35 +110,15 @@ def test_tools_are_called_in_a_script(llm):
         llm.chat(WEATHER, GREEDY, tools=[{"name": "weather"}])
 
 
+@pytest.mark.slow
 def test_chat_and_generate_in_a_terminal(checkpoint, cli):
+    """With scripted tokens instead of the model: test_chat_harmony.py."""
     options = ("--device", "cpu", "--dtype", "float32", "--temperature", 0, "--cache-bytes", 1 << 24)
     done = cli("chat", checkpoint, *options, stdin="Hi\n")
     assert done.exit_code == 0 and done.stdout == "> It is 4 °C.\n> ", done.stderr
     brief = ("--prompt", "Hi", "--reasoning-effort", "low")
     done = cli("generate", checkpoint, "--chat", *brief, *options)
     assert done.exit_code == 0 and done.stdout.endswith("]\nBriefly: 4.\n\n"), done.stderr
-
-
-def test_served(checkpoint):
-    config = EngineConfig(device="cpu", dtype="float32", cache_bytes=1 << 24)
-    with serving(Engine(checkpoint, config)) as served:
-        client = served.client()
-        options = {"model": served.service.model, "temperature": 0}
-        (choice,) = client.chat.completions.create(messages=HI, **options).choices
-        assert (choice.message.content, choice.message.reasoning_content) == ("It is 4 °C.", "Easy, 漢.")
-        (choice,) = client.chat.completions.create(messages=HI, reasoning_effort="low", **options).choices
-        assert choice.message.content == "Briefly: 4."
-        (choice,) = client.chat.completions.create(messages=WEATHER, tools=TOOLS, **options).choices
-        (call,) = choice.message.tool_calls
-        assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
-        assert choice.finish_reason == "tool_calls"
-        stream = client.chat.completions.create(messages=WEATHER, tools=TOOLS, stream=True, **options)
-        deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
-        parts = [part.function.arguments for delta in deltas for part in delta.tool_calls or ()]
-        assert "".join(parts) == ARGUMENTS and len(parts) > 3
-        thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-        assert thought == "A tool."
-        served.settles()
 
 
 COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
@@ -155,6 +130,25 @@ def served(checkpoint):
     with serving(Engine(checkpoint, config)) as served:
         yield served
         served.settles()
+
+
+def test_served(served):
+    client = served.client()
+    options = {"model": served.service.model, "temperature": 0}
+    (choice,) = client.chat.completions.create(messages=HI, **options).choices
+    assert (choice.message.content, choice.message.reasoning_content) == ("It is 4 °C.", "Easy, 漢.")
+    (choice,) = client.chat.completions.create(messages=HI, reasoning_effort="low", **options).choices
+    assert choice.message.content == "Briefly: 4."
+    (choice,) = client.chat.completions.create(messages=WEATHER, tools=TOOLS, **options).choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+    assert choice.finish_reason == "tool_calls"
+    stream = client.chat.completions.create(messages=WEATHER, tools=TOOLS, stream=True, **options)
+    deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
+    parts = [part.function.arguments for delta in deltas for part in delta.tool_calls or ()]
+    assert "".join(parts) == ARGUMENTS and len(parts) > 3
+    thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert thought == "A tool."
 
 
 def answered(served, **payload):

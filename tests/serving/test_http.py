@@ -6,21 +6,10 @@ import json
 import httpx
 import pytest
 
-from support.scripted_engine import ScriptedEngine, load_tokenizer
+from support.scripted_engine import ScriptedEngine
 from support.serving import serving
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def served(tokenizer):
-    with serving(ScriptedEngine(tokenizer)) as served:
-        yield served
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/nothing", "/v1/messages"])

@@ -8,8 +8,6 @@ from mlaforge.serving import strict
 from mlaforge.serving.protocol import ChatRequest
 from mlaforge.serving.strict import strict_fields
 from mlaforge.serving.wire import ApiError
-from support.scripted_engine import ScriptedEngine, load_tokenizer
-from support.serving import serving
 
 USER = {"role": "user", "content": "x"}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"properties": {}}}} for name in ("f", "g")]
@@ -22,12 +20,6 @@ HISTORY = [
     },
     {"role": "tool", "tool_call_id": "1", "content": "t"},
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    with serving(ScriptedEngine(load_tokenizer(tmp_path_factory.mktemp("tokenizer")))) as served:
-        yield served
 
 
 def read(**payload):

@@ -9,7 +9,7 @@ import pytest
 
 from mlaforge.engine.request.sequence import PromptTooLong
 from mlaforge.serving.prompts import PIECE, Prompts
-from support.scripted_engine import ByteTokenizer, ScriptedEngine, load_tokenizer
+from support.scripted_engine import ByteTokenizer, ScriptedEngine
 from support.serving import serving
 
 
@@ -49,9 +49,8 @@ def test_certainly_too_long_prompts_are_not_tokenized():
     prompts.close()
 
 
-def test_prompts_that_just_fit_are_accepted(tmp_path):
+def test_prompts_that_just_fit_are_accepted(tokenizer):
     """Texts of exactly the maximal length in tokens of the real tokenizer."""
-    tokenizer = load_tokenizer(tmp_path)
     dice = random.Random(0)
     for text in ("the quick brown fox " * 900, "".join(dice.choices("aé漢🙂 \n", k=9000)), "é" * 12000):
         count = len(tokenizer(text)["input_ids"])
@@ -60,8 +59,7 @@ def test_prompts_that_just_fit_are_accepted(tmp_path):
         prompts.close()
 
 
-def test_tokenizing_in_several_threads_gives_the_same_ids(tmp_path):
-    tokenizer = load_tokenizer(tmp_path)
+def test_tokenizing_in_several_threads_gives_the_same_ids(tokenizer):
     prompts = Prompts(tokenizer, 10**6)
     dice = random.Random(0)
     texts = ["".join(dice.choices("ab é漢🙂\n", k=dice.randrange(2000))) for _ in range(200)]
@@ -88,9 +86,8 @@ def test_long_prompts_delay_no_other_request():
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_rejects_a_prompt_of_seven_million_characters(path, tmp_path, monkeypatch):
+def test_rejects_a_prompt_of_seven_million_characters(path, tokenizer, monkeypatch):
     text = "x" * 7_000_000
-    tokenizer = load_tokenizer(tmp_path)
     payload = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
     with serving(ScriptedEngine(tokenizer)) as served:
         # Tokenizing anything would give a 500.

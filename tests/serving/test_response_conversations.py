@@ -10,22 +10,7 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponseItem
 
 from mlaforge.serving.response_store import ResponseStore
-from support.responses import ARGUMENTS, CALLING, FINAL, THOUGHT, WEATHER, harmony_serving, parsed
-from support.scripted_engine import ScriptedEngine, load_tokenizer
-from support.serving import serving
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    with serving(ScriptedEngine(load_tokenizer(tmp_path_factory.mktemp("tokenizer")))) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def harmony_server():
-    oh = pytest.importorskip("openai_harmony")
-    with harmony_serving(oh.load_harmony_encoding(oh.HarmonyEncodingName.HARMONY_GPT_OSS)) as server:
-        yield server
+from support.responses import ARGUMENTS, CALLING, FINAL, THOUGHT, WEATHER, parsed
 
 
 def test_a_tool_loop_by_store_and_without(harmony_server):
@@ -73,8 +58,8 @@ def test_instructions_and_system_messages_are_one(harmony_server):
     assert "Reasoning: low" in harmony_server.prompts[1]
 
 
-def test_stored_responses(plain):
-    client = plain.client()
+def test_stored_responses(served):
+    client = served.client()
     item = {"role": "user", "content": "Hello"}
     first = client.responses.create(
         model="scripted", input=[item, {"role": "user", "content": "you"}], max_output_tokens=4
@@ -87,12 +72,12 @@ def test_stored_responses(plain):
     assert client.responses.retrieve(second.id).model_dump() == second.model_dump()
     items = [item.model_dump() for item in client.responses.input_items.list(second.id, order="asc", limit=2)]
     assert [item["content"][0]["text"] for item in items] == ["Hello", "you", first.output_text, "on"]
-    page = plain.http.get(f"/v1/responses/{second.id}/input_items?limit=3").json()
+    page = served.http.get(f"/v1/responses/{second.id}/input_items?limit=3").json()
     assert [item["id"] for item in page["data"]] == [item["id"] for item in items[:0:-1]] and page["has_more"]
     for item in page["data"]:
         parsed(item, ResponseItem)
-    plain.refused(plain.http.get(f"/v1/responses/{second.id}/input_items?limit=0"), 400, "limit")
-    plain.refused(plain.http.get(f"/v1/responses/{second.id}?stream=true"), 400, "stream")
+    served.refused(served.http.get(f"/v1/responses/{second.id}/input_items?limit=0"), 400, "limit")
+    served.refused(served.http.get(f"/v1/responses/{second.id}?stream=true"), 400, "stream")
     client.responses.delete(second.id)
     with pytest.raises(openai.NotFoundError, match=f"Response with id '{second.id}' not found"):
         client.responses.retrieve(second.id)
@@ -136,14 +121,14 @@ LONG = [*LONG[:3], CALL, OUTPUT, *LONG[3:]]
 
 
 @pytest.mark.parametrize("limit", [1, 200, 330])
-def test_truncation_drops_the_oldest_items(plain, limit):
+def test_truncation_drops_the_oldest_items(served, limit):
     """The longest remainder that fits; an output goes with its call, and system messages remain."""
 
     def answer(count, truncation="disabled"):
         rest = [item for item in LONG[count:] if item is not OUTPUT or count <= LONG.index(CALL)]
         items = [{"role": "system", "content": "s" * 40}, *rest]
         body = {"input": items, "truncation": truncation, "max_output_tokens": limit}
-        return plain.post("/v1/responses", json=body)
+        return served.post("/v1/responses", json=body)
 
     assert answer(0).json()["error"]["code"] == "context_length_exceeded"
     truncated = answer(0, "auto")
@@ -153,10 +138,10 @@ def test_truncation_drops_the_oldest_items(plain, limit):
     assert answer(count - 1).status_code == 400
 
 
-def test_the_last_item_and_its_call_remain(plain):
+def test_the_last_item_and_its_call_remain(served):
     def answer(length):
         items = [{"role": "user", "content": "x" * 300}, CALL, {**OUTPUT, "output": "o" * length}]
-        return plain.post("/v1/responses", json={"input": items, "truncation": "auto"})
+        return served.post("/v1/responses", json={"input": items, "truncation": "auto"})
 
     assert answer(400).json()["usage"]["input_tokens"] > 400
-    plain.refused(answer(600), 400, "input")
+    served.refused(answer(600), 400, "input")

@@ -25,27 +25,12 @@ from support.responses import (
     WEATHER,
     added_up,
     events_of,
-    harmony_serving,
     parsed,
     texts,
     without_ids,
 )
-from support.scripted_engine import ScriptedEngine, load_tokenizer
+from support.scripted_engine import ScriptedEngine
 from support.serving import serving
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    with serving(ScriptedEngine(load_tokenizer(tmp_path_factory.mktemp("tokenizer")))) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def harmony_server():
-    oh = pytest.importorskip("openai_harmony")
-    with harmony_serving(oh.load_harmony_encoding(oh.HarmonyEncodingName.HARMONY_GPT_OSS)) as server:
-        yield server
-
 
 # Responses and streams
 
@@ -129,12 +114,12 @@ def test_events_are_the_same_however_deltas_come(pieces):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1))
-def test_pieces_have_one_token_however_many_come_at_once(plain, sizes):
-    tokenizer, count = plain.engine.tokenizer, sum(sizes)
+def test_pieces_have_one_token_however_many_come_at_once(served, sizes):
+    tokenizer, count = served.engine.tokenizer, sum(sizes)
     ids = (tokenizer("the quick brown fox, jumps. ")["input_ids"] * count)[:count]
 
     def split(sizes):
-        pieces, start = Pieces(Offsets(plain.service.tokens, True)), 0
+        pieces, start = Pieces(Offsets(served.service.tokens, True)), 0
         for size in sizes:
             part, start = ids[start : start + size], start + size
             end = "stop" if start == count else None
@@ -149,8 +134,8 @@ def test_pieces_have_one_token_however_many_come_at_once(plain, sizes):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failure_is_the_last_event(plain):
-    engine = ScriptedEngine(plain.engine.tokenizer, delay=0.02)
+def test_a_failure_is_the_last_event(served):
+    engine = ScriptedEngine(served.engine.tokenizer, delay=0.02)
     engine.fail_after = 20
     with serving(engine) as served:
         events = events_of(served.post("/v1/responses", json={"input": "x", "stream": True}))
@@ -207,11 +192,11 @@ def test_structured_output_with_the_real_engine(tiny_models):
     ({"truncation": "middle"}, "truncation"),
     ({"regex": "a", "structured_outputs": {"regex": "b"}}, "structured_outputs"),
 ], ids=str)  # fmt: skip
-def test_refused_by_name(plain, body, param):
-    plain.refused(plain.post("/v1/responses", json={"input": "x", **body}), 400, param)
+def test_refused_by_name(served, body, param):
+    served.refused(served.post("/v1/responses", json={"input": "x", **body}), 400, param)
 
 
-def test_accepted_and_repeated(plain):
+def test_accepted_and_repeated(served):
     body = {
         "input": "x", "max_output_tokens": 2, "background": False, "user": "u", "safety_identifier": "s",
         "max_tool_calls": 3, "prompt_cache_key": "k", "service_tier": "auto", "metadata": {"k": "v"},
@@ -221,14 +206,14 @@ def test_accepted_and_repeated(plain):
         "tools": [WEATHER],
         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]},
     }  # fmt: skip
-    response = parsed(plain.post("/v1/responses", json=body).json())
+    response = parsed(served.post("/v1/responses", json=body).json())
     assert response["reasoning"] == {"effort": "minimal", "summary": None}
     assert response["text"] == {"format": {"type": "text"}} and response["service_tier"] == "default"
     names = {"user", "safety_identifier", "prompt_cache_key", "max_tool_calls", "temperature", "top_p", "tool_choice"}
     assert all(response[name] == body[name] for name in names)
 
 
-def test_tools_of_a_platform_are_dropped_with_a_warning(plain):
+def test_tools_of_a_platform_are_dropped_with_a_warning(served):
     """As Codex sends them: functions beside tools that only OpenAI has."""
     tools = [
         WEATHER,
@@ -237,10 +222,10 @@ def test_tools_of_a_platform_are_dropped_with_a_warning(plain):
         {"type": "local_shell"},
     ]
     body = {"input": "x", "max_output_tokens": 2, "tools": tools}
-    answer = plain.post("/v1/responses", json=body)
+    answer = served.post("/v1/responses", json=body)
     assert parsed(answer.json())["tools"] == [WEATHER]
     assert all(kind in answer.headers["x-mlaforge-warning"] for kind in ("web_search", "custom", "local_shell"))
-    with serving(plain.engine, strict_fields=True) as served:
+    with serving(served.engine, strict_fields=True) as served:
         assert "'web_search'" in served.refused(served.post("/v1/responses", json=body), 400, "tools")
         first = served.post("/v1/responses", json={"input": "x", "max_output_tokens": 2, "top_logprobs": 1}).json()
         again = {"input": [{"role": "user", "content": "x"}, *first["output"]], "max_output_tokens": 2}

@@ -9,7 +9,7 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.serving.protocol import ChatRequest, CompletionRequest
 from mlaforge.serving.wire import ApiError
-from support.scripted_engine import ScriptedEngine, load_tokenizer
+from support.scripted_engine import ScriptedEngine
 from support.serving import serving
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -96,8 +96,8 @@ def test_rejects_a_trailing_backslash_in_a_regex(served, pattern):
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory):
-    with serving(ScriptedEngine(load_tokenizer(tmp_path_factory.mktemp("tokenizer")))) as served:
+def scripted(tokenizer):
+    with serving(ScriptedEngine(tokenizer)) as served:
         yield served
 
 

@@ -44,7 +44,7 @@ def test_required_tool_calls(served, parallel):
     client, names = served.client(), set()
     payload = {"model": served.service.model, **PAYLOAD, "tool_choice": "required", "parallel_tool_calls": parallel}
     ended = 0
-    for seed in range(10):
+    for seed in range(4):
         (choice,) = client.chat.completions.create(**payload, seed=seed).choices
         if choice.finish_reason == "length" and parallel:
             # A random model may call without end.
@@ -64,7 +64,7 @@ def test_required_tool_calls(served, parallel):
             reasons.append(chunk.choices[0].finish_reason)
         assert streamed == [[call.function.name, call.function.arguments] for call in calls]
         assert reasons[-1] == "tool_calls"
-    assert ended >= 5 and names == {"weather", "now"}
+    assert ended >= 2 and names == {"weather", "now"}
 
 
 def test_a_named_tool(served):

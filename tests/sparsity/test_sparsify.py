@@ -31,8 +31,10 @@ from mlaforge.training.kl_loss import compare
 from support.tiny_models import load_original
 
 # Every family with layers without a window, original and converted.
-CASES = [(f, layout) for f in ("llama", "qwen2", "gpt_oss") for layout in ("gqa", "latent", "latent_rope")]
-CASES += [("qwen3", "gqa"), ("qwen3", "latent"), ("mimo", "latent"), ("llama", "coded")]
+CASES = [("llama", "coded"), ("qwen2", "latent_rope"), ("gpt_oss", "gqa"), ("qwen3", "latent"), ("mimo", "latent")]
+MORE = [("llama", "gqa"), ("llama", "latent"), ("llama", "latent_rope"), ("qwen2", "gqa"), ("qwen2", "latent"),
+        ("gpt_oss", "latent"), ("gpt_oss", "latent_rope"), ("qwen3", "gqa")]  # fmt: skip
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 SMALL = {"width": 16, "sink": 2, "window": 8, "seqlen": 64, "nsamples": 6, "device": "cpu"}
 
 
@@ -105,7 +107,9 @@ def test_selecting_all_tokens_gives_the_dense_logits(family, layout, sparse, den
         assert kind == "dense" or (layer.keys.shape[1] == 1 and layer.values.shape[1:] == (1, 60, 16))
 
 
-@pytest.mark.parametrize(("family", "layout"), [("llama", "latent"), ("gpt_oss", "gqa"), ("qwen2", "latent_rope")])
+@pytest.mark.parametrize(("family", "layout"), [
+    ("gpt_oss", "gqa"), ("qwen2", "latent_rope"), pytest.param("llama", "latent", marks=pytest.mark.slow)
+])  # fmt: skip
 def test_the_index_beats_random_selection(family, layout, sparse):
     """An index as wide as the keys selects by attention scores, and loses less than a random selection."""
     full = {"gqa": 32, "latent": 32, "latent_rope": 24}[layout]
@@ -357,7 +361,9 @@ def test_the_shipped_recipe_is_valid():
     assert (config.topk, config.width, config.window) == (4096, 64, 128)
 
 
-@pytest.mark.parametrize("subset", ["projections", "attention", "all"])
+@pytest.mark.parametrize(
+    "subset", ["attention", *(pytest.param(subset, marks=pytest.mark.slow) for subset in ("projections", "all"))]
+)
 def test_healing_trains_through_the_selection(subset, sparse, dense, tiny_models, healing_file, tmp_path):
     """With selections for every token, the divergence from the original falls; the index is unchanged."""
     options = {

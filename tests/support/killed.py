@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 PROCESSES = multiprocessing.get_context("forkserver")
 IMPORTED = [
-    "mlaforge.conversion.convert", "mlaforge.healing.heal", "mlaforge.drafting.train",
+    "mlaforge.conversion.convert", "mlaforge.healing.heal", "mlaforge.drafting.train", "mlaforge.serving.server",
     "transformers.models.llama.modeling_llama", "transformers.models.gpt_oss.modeling_gpt_oss",
 ]  # fmt: skip
 PROCESSES.set_forkserver_preload(IMPORTED)

@@ -1,18 +1,23 @@
 """An engine without a model: the server's interface, deterministic tokens and scripted failures.
 
-Token t of continuation c of a prompt is a function of the prompt, c and t alone (`expected`), so that answers are
-predictable. One token per sequence and step; every 16 tokens of a sequence hold a block until it ends.
+Only the tokens are scripted: token t of continuation c of a prompt is a function of the prompt, c and t alone
+(`expected`). Prompts are checked, decoded and ended by the engine's own code. One token per sequence and step; every
+16 tokens of a sequence hold a block until it ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from mlaforge.engine.request.output import Completion, RequestOutput
+from mlaforge.engine.request.sequence import check_prompt
+from mlaforge.engine.request.stopping import Stopping
 from mlaforge.engine.sampling.logprobs import Logprobs
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.stats import EngineStats
@@ -33,13 +38,24 @@ def load_tokenizer(directory: Path) -> Any:
 
 @dataclasses.dataclass
 class Sequence:
-    request_id: str
+    """A continuation: its tokens so far, and where it stops."""
+
+    index: int
+    stopping: Stopping
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Running:
+    """A request and its continuations."""
+
     prompt: list[int]
     params: SamplingParams
-    index: int
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
+    sequences: list[Sequence]
+    started: bool = False
+
+    def __len__(self) -> int:
+        return len(self.sequences)
 
 
 class ScriptedEngine:
@@ -57,7 +73,7 @@ class ScriptedEngine:
         self.hold = threading.Event()
         self.hold.set()
         self.began = threading.Event()
-        self.running: dict[str, list[Sequence]] = {}
+        self.running: dict[str, Running] = {}
         self.counts = dict.fromkeys(
             ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "aborted_requests"), 0
         )
@@ -73,9 +89,15 @@ class ScriptedEngine:
             raise UserError("regex '(' is not a regular expression")
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
-        if len(prompt_ids) + (params.max_tokens or 1) > self.max_model_len:
-            raise UserError(f"prompt of {len(prompt_ids)} tokens is too long")
-        self.running[request_id] = [Sequence(request_id, prompt_ids, params, i) for i in range(params.n)]
+        assert request_id not in self.running, f"{request_id} is running"
+        check_prompt(prompt_ids, self.vocab_size, self.max_model_len, 0 if params.max_tokens == 0 else 1)
+        params.check_vocabulary(self.vocab_size)
+        ends = [self.tokenizer.eos_token_id]
+        sequences = [
+            Sequence(index, Stopping(self.tokenizer, params, prompt_ids, ends, self.max_model_len))
+            for index in range(params.n)
+        ]
+        self.running[request_id] = Running(prompt_ids, params, sequences)
         self.counts["prompt_tokens"] += len(prompt_ids)
 
     def abort(self, request_id: str) -> None:
@@ -90,35 +112,19 @@ class ScriptedEngine:
         others = tuple(((token + i) % self.vocab_size, -0.5 - i) for i in range(top))
         return Logprobs(token, -0.5, others)
 
-    def _advance(self, sequence: Sequence) -> Completion | None:
-        if sequence.finish_reason:
-            return None
-        params = sequence.params
-        token = self.expected(sequence.prompt, sequence.index, len(sequence.token_ids))
+    def _advance(self, request: Running, sequence: Sequence) -> Completion:
+        params = request.params
+        if params.max_tokens == 0:
+            sequence.stopping.finished = True
+            return Completion(sequence.index, [], "", None, "length")
+        token = self.expected(request.prompt, sequence.index, len(sequence.token_ids))
         sequence.token_ids.append(token)
         self.counts["generated_tokens"] += 1
-        text = self.tokenizer.decode(sequence.token_ids, skip_special_tokens=params.skip_special_tokens)
-        stop_reason = None
-        if stops := [s for s in params.stop if s in text]:
-            sequence.finish_reason, stop_reason = "stop", stops[0]
-            text = text[: text.index(stops[0])]
-        elif token in params.stop_token_ids:
-            sequence.finish_reason, stop_reason = "stop", token
-        elif token == self.tokenizer.eos_token_id and not params.ignore_eos:
-            sequence.finish_reason = "stop"
-        elif len(sequence.token_ids) >= min(params.max_tokens or 10**9, self.max_model_len - len(sequence.prompt)):
-            sequence.finish_reason = "length"
-        # Withhold text that may still change: half a character, the beginning of a stop string.
-        incomplete = "" if sequence.finish_reason else "\ufffd"
-        stable = text.rstrip(incomplete) if incomplete else text
-        for stop in () if sequence.finish_reason else params.stop:
-            for size in range(len(stop) - 1, 0, -1):
-                if stable.endswith(stop[:size]):
-                    stable = stable[:-size]
-                    break
-        new, sequence.text = stable[len(sequence.text) :], max(stable, sequence.text, key=len)
+        progress = sequence.stopping.append([token])
         logprobs = None if params.logprobs is None else [self._logprobs(token, params.logprobs)]
-        return Completion(sequence.index, [token], new, logprobs, sequence.finish_reason, stop_reason)
+        return Completion(
+            sequence.index, [token], progress.text, logprobs, progress.finish_reason, progress.stop_reason
+        )
 
     def step(self) -> list[RequestOutput]:
         self.began.set()
@@ -129,14 +135,15 @@ class ScriptedEngine:
         if self.fail_after is not None and self.counts["steps"] > self.fail_after:
             raise RuntimeError("scripted failure")
         outputs = []
-        for request_id, sequences in list(self.running.items()):
-            params, prompt = sequences[0].params, sequences[0].prompt
-            first = not sequences[0].token_ids
-            completions = [c for c in map(self._advance, sequences) if c is not None]
-            finished = all(s.finish_reason for s in sequences)
+        for request_id, request in list(self.running.items()):
+            prompt, count = request.prompt, request.params.prompt_logprobs
+            continuing = [sequence for sequence in request.sequences if not sequence.stopping.finished]
+            completions = [self._advance(request, sequence) for sequence in continuing]
+            finished = all(sequence.stopping.finished for sequence in continuing)
             prompt_logprobs: list[Logprobs | None] | None = None
-            if first and params.prompt_logprobs is not None:
-                prompt_logprobs = [None, *(self._logprobs(t, params.prompt_logprobs) for t in prompt[1:])]
+            if not request.started and count is not None:
+                prompt_logprobs = [None, *(self._logprobs(token, count) for token in prompt[1:])]
+            request.started = True
             outputs.append(RequestOutput(request_id, prompt, completions, finished, prompt_logprobs))
             if finished:
                 del self.running[request_id]
@@ -144,7 +151,11 @@ class ScriptedEngine:
         return outputs
 
     def stats(self) -> EngineStats:
-        lengths = [len(s.prompt) + len(s.token_ids) for group in self.running.values() for s in group]
+        lengths = [
+            len(request.prompt) + len(sequence.token_ids)
+            for request in self.running.values()
+            for sequence in request.sequences
+        ]
         used = sum(-(-length // BLOCK) for length in lengths)
         return EngineStats(running=len(self.running), cache_blocks=4096, cache_blocks_used=used, **self.counts)
 
@@ -154,6 +165,7 @@ class ByteTokenizer:
 
     eos_token_id = 256
     all_special_ids = (256,)
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {256: SimpleNamespace(content="</s>", special=True)}
     chat_template = None
 
     def __len__(self) -> int:
@@ -162,8 +174,11 @@ class ByteTokenizer:
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode())}
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True, **_: Any) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return chr(token_id) if token_id < 256 else "</s>"
 
     def get_added_vocab(self) -> dict[str, int]:
         return {"</s>": 256}
@@ -172,17 +187,10 @@ class ByteTokenizer:
         return {chr(i): i for i in range(256)} | self.get_added_vocab()
 
 
-def main() -> None:
-    """python scripted_engine.py DELAY PORT DRAIN_TIMEOUT: serve it, for tests of signals."""
-    import sys
-
+def serve(delay: float, drain_timeout: float, log: Path) -> None:
+    """Serve it on a free port until a signal, with stderr in the file `log`."""
     from mlaforge.serving import server
     from mlaforge.serving.config import ServeConfig
 
-    delay, port, drain = sys.argv[1:]
-    engine = ScriptedEngine(ByteTokenizer(), float(delay))
-    server.run(engine, ServeConfig(port=int(port), drain_timeout=float(drain)))
-
-
-if __name__ == "__main__":
-    main()
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    server.run(ScriptedEngine(ByteTokenizer(), delay), ServeConfig(port=0, drain_timeout=drain_timeout))

@@ -54,12 +54,13 @@ class Served:
         assert not self.service.engine._streams
 
 
-def until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    """Wait until `holds()`; fail after a time that suffices even on a busy machine."""
+def until(holds: Callable[[], Any], seconds: float = 20) -> Any:
+    """Wait until `holds()`, and return its value; fail after a time that suffices even on a busy machine."""
     end = time.monotonic() + seconds
-    while not holds():
+    while not (value := holds()):
         assert time.monotonic() < end, "timeout"
         time.sleep(0.005)
+    return value
 
 
 def free_port() -> int:

@@ -299,10 +299,10 @@ class Engine(RuleBasedStateMachine):
 
 
 TestEngine = Engine.TestCase
-TestEngine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("seed", range(4 * len(MODELS)))
+@pytest.mark.parametrize("seed", range(2 * len(MODELS)))
 def test_random_lifetimes(seed):
     """The same rules with the frequencies of a busy engine, so that pools fill up and prefixes meet."""
     random = Random(seed)

@@ -174,15 +174,15 @@ def test_padding_rows_read_cached_rows_at_most_and_write_to_scratch(parts, block
         assert before.slots_N.max() < BLOCKS * block_size
 
 
-# Packed experts take a minute in Triton's interpreter, and none on a GPU.
+# Triton's interpreter is slow (packed experts take a minute); these run the kernels of others once more.
 SLOW = () if torch.cuda.is_available() else pytest.mark.slow
 
 
 @pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize(
     ("name", "op"),
-    [*((name, "reference") for name in MODELS), *((name, "triton") for name in ("llama", "latent_rope", *WHOLE)),
-     ("sparse in int8", "triton"), pytest.param("packed", "triton", marks=SLOW)],
+    [*((name, "reference") for name in MODELS), *((name, "triton") for name in ("latent_rope", "sparse coded")),
+     *(pytest.param(name, "triton", marks=SLOW) for name in ("llama", "coded", "sparse", "sparse in int8", "packed"))],
 )  # fmt: skip
 def test_padded_step_equals_the_step(models, name, op, monkeypatch):
     """For every step of a run that has a bucket."""
@@ -220,7 +220,9 @@ def test_padded_step_equals_the_step(models, name, op, monkeypatch):
 
 
 @pytest.mark.usefixtures("roomy")
-@pytest.mark.parametrize("name", ["llama", "latent_rope", "coded", "sparse", "sparse coded"])
+@pytest.mark.parametrize(
+    "name", ["llama", "sparse coded", *(pytest.param(name, marks=SLOW) for name in ("latent_rope", "coded", "sparse"))]
+)
 def test_padded_tree_equals_the_tree(models, name, monkeypatch):
     """Verification of trees in steps that are padded with the text before them."""
     need_interpreter()
@@ -351,7 +353,11 @@ COUNT, LENGTHS = (64, (5, 17, 40, 9, 9)) if torch.cuda.is_available() else (3, (
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("name", ["llama", "int8", "latent_rope", "latent", *WHOLE, pytest.param("packed", marks=SLOW)])
+@pytest.mark.parametrize(
+    "name",
+    ["int8", "latent_rope", "sparse coded",
+     *(pytest.param(name, marks=SLOW) for name in ("llama", "latent", "coded", "sparse", "packed"))],
+)  # fmt: skip
 def test_graph_tokens_equal_eager_tokens(models, name):
     prompts = prompts_of(*LENGTHS)
     options = {"device": "cuda", "max_model_len": 256, "cache_bytes": 2**22}
@@ -387,8 +393,8 @@ def test_warm_up_reaches_every_class_of_tiles_and_leaves_nothing(models, monkeyp
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-# Without windows and experts: test_host_waits.py.
-@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("packed", marks=SLOW)])
+# Without windows and experts: test_host_waits.py. Waits of layers: test_kernel_count.py.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) for name in ("gpt_oss", "packed")])
 def test_decoding_waits_only_for_its_tokens(models, name):
     engine = make_engine(models[name], device="cuda", max_model_len=256, cache_bytes=2**22)
     for index, prompt in enumerate(prompts_of(*LENGTHS[:3])):

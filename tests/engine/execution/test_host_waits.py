@@ -1,13 +1,15 @@
-"""A decode step waits for the device once, for its tokens, in every layout."""
+"""A decode step waits for the device once, for its tokens. Waits of every layout's layers: test_kernel_count.py."""
 
 import pytest
+import torch
 
 from mlaforge.bench.host_waits import count_host_waits
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.sampling.params import SamplingParams
 
-SPARSE = ["gqa", "latent", "latent_rope", "coded"]
+# The simulated device is slow.
+SLOW = () if torch.cuda.is_available() else pytest.mark.slow
 PROMPTS = ([*range(3, 12)], [*range(60, 105)])
 
 
@@ -29,7 +31,7 @@ def waits_of_decoding(model, steps=2, **options):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("layout", ["gqa", "latent_rope", "latent", "coded"])
+@pytest.mark.parametrize("layout", ["gqa", *(pytest.param(x, marks=SLOW) for x in ("latent_rope", "latent", "coded"))])
 def test_a_dense_decode_step_waits_once(layout, tiny_models, converted):
     options = {"bits": 6} if layout == "coded" else {}
     model = (
@@ -41,7 +43,7 @@ def test_a_dense_decode_step_waits_once(layout, tiny_models, converted):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("layout", SPARSE)
+@pytest.mark.parametrize("layout", [*(pytest.param(x, marks=SLOW) for x in ("gqa", "latent", "latent_rope")), "coded"])
 def test_a_sparse_decode_step_waits_once(layout, sparse):
     lines = waits_of_decoding(sparse("llama", layout))
     assert [line.partition(":")[0] for line in lines] == ["engine/speculation/verification.py"] * 2, lines

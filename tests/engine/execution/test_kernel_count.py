@@ -35,7 +35,13 @@ def models(tiny_models, converted, sparse, tmp_path_factory):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MOST)
+# These run the kernels of others.
+REPEATED = ("qwen3", "fp8", "sparse")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ()) for name in MOST]
+)
 def test_kernels_of_a_layer(name, models, cuda, monkeypatch):
     layers: list[list[str]] = []
     deferred = execution.Layer.deferred

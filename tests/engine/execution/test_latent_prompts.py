@@ -11,9 +11,10 @@ from mlaforge.modeling.latent_attention_mla import LatentAttention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it needs the simulated device")
 # Windows, sinks and norms of keys are those of families.
-CASES = [("llama", "latent_rope", {}), ("llama", "latent", {"bits": 6}), ("gpt_oss", "latent_rope", {}),
-         ("qwen3", "latent", {}), ("llama", "latent", {"topk": 24}), ("llama", "coded", {"topk": 24}),
-         ("llama", "latent_rope", {"topk": 24})]  # fmt: skip
+CASES = [("gpt_oss", "latent_rope", {}), ("qwen3", "latent", {}), ("llama", "coded", {"topk": 24})]
+MORE = [("llama", "latent_rope", {}), ("llama", "latent", {"bits": 6}), ("llama", "latent", {"topk": 24}),
+        ("llama", "latent_rope", {"topk": 24})]  # fmt: skip
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 
 
 def answers(model, device):
