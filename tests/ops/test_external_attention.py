@@ -3,6 +3,7 @@
 
 import dataclasses
 import inspect
+import sys
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from mlaforge.ops.paged_attention import reference as paged_reference
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats.fp8_ds_mla import Fp8DsMla
 from mlaforge.runtime import UserError
-from tests.support import mock_kernels
-from tests.support.mock_kernels import flash_mla, flashinfer, vllm_unified
-from tests.support.paged_steps import Shape, assert_right, expected, make_step
+from support import mock_kernels
+from support.mock_kernels import flash_mla, flashinfer, vllm_unified
+from support.paged_steps import Shape, assert_right, expected, make_step
 
 HALF = torch.float16
 MLA, NARROW = Shape(64, 1, 576, 512, aliased=True), Shape(4, 1, 296, 264, aliased=True)
@@ -96,7 +97,7 @@ def test_layers_with_one_view_share_a_plan(monkeypatch):
 
 
 def flashinfer_plan():
-    from tests.support.mock_kernels.flashinfer_mla import BatchMLAPagedAttentionWrapper as wrapper
+    from support.mock_kernels.flashinfer_mla import BatchMLAPagedAttentionWrapper as wrapper
 
     return wrapper, "plan", wrapper.plan
 
@@ -232,7 +233,7 @@ def test_a_library_is_used_only_where_it_is_named(monkeypatch, capsys):
     assert_right(heads, paged_attention(*heads.inputs), tolerance=2e-3)
     assert "flash_mla is not used: it computes absorbed MLA" in capsys.readouterr().err
     monkeypatch.setenv("MLAFORGE_OPS", "flash_mla+vlm")
-    with pytest.raises(UserError, match="'vlm', which is no implementation; they are .* flash_mla, flashinfer, vllm"):
+    with pytest.raises(UserError, match=r"'vlm', which is no implementation; they are .* flash_mla, flashinfer, vllm"):
         paged_attention(*heads.inputs)
 
 
@@ -264,8 +265,8 @@ def test_another_version_of_vllm_is_an_error(monkeypatch):
     monkeypatch.setattr(vllm_unified, "is_batch_invariant", True)
     with pytest.raises(UserError, match="VLLM_BATCH_INVARIANT"):
         run(step, "vllm")
-    monkeypatch.delitem(__import__("sys").modules, "vllm.v1.attention.ops.triton_unified_attention")
-    with pytest.raises(UserError, match="follows version 0.32.0"):
+    monkeypatch.delitem(sys.modules, "vllm.v1.attention.ops.triton_unified_attention")
+    with pytest.raises(UserError, match=r"follows version 0\.32\.0"):
         run(step, "vllm")
 
 

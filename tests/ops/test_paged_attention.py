@@ -7,12 +7,15 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from mlaforge.ops.external.library import EXTERNAL
 from mlaforge.ops.native import why_not
 from mlaforge.ops.paged_attention import OP, paged_attention
 from support.paged_steps import DEVICE, SHAPES, Shape, Step, assert_right, make_step, needs_triton, steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_memory_is_nan")]
-IMPLEMENTATIONS = [pytest.param(name, marks=[needs_triton] if name == "triton" else []) for name in OP.names]
+IMPLEMENTATIONS = [
+    pytest.param(name, marks=[needs_triton] if name == "triton" else []) for name in OP.names if name not in EXTERNAL
+]
 
 
 def attention(step: Step, implementation: str) -> tuple[Tensor, Tensor]:

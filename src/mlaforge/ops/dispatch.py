@@ -234,7 +234,8 @@ def triton_device(device: torch.device) -> Literal[True] | str:
 def prefers_triton(device: torch.device) -> bool:
     """Whether layers on a device are composed of the ops that Triton's kernels compute: on GPUs, and where
     $MLAFORGE_OPS names `triton` for every op. Compiled CPU kernels compute larger parts of a layer."""
-    return device.type == "cuda" or "triton" in map(str.strip, runtime.ops_choice().split(","))
+    words = map(str.strip, runtime.ops_choice().split(","))
+    return device.type == "cuda" or any("triton" in word.split("+") for word in words)
 
 
 def _call_kernel(name: str, *inputs: Any) -> Any:

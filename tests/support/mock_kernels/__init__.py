@@ -1,5 +1,5 @@
-"""Stand-ins for other libraries' kernels on CPU tensors: the exact signatures and checks of the version that each module
-names, and attention in fp64. Written from the libraries' public interfaces."""
+"""Stand-ins for other libraries' kernels on CPU tensors: the exact signatures and checks of the version that each
+module names, and attention in fp64. Written from the libraries' public interfaces."""
 
 from __future__ import annotations
 

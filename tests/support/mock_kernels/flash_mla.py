@@ -2,12 +2,11 @@
 csrc/api/sparse_decode.h on compute capability 9.0."""
 
 import dataclasses
-from typing import Optional
 
 import torch
 
-from tests.support import mock_kernels
-from tests.support.mock_kernels import attention, check
+from support import mock_kernels
+from support.mock_kernels import attention, check
 
 
 @dataclasses.dataclass
@@ -15,8 +14,8 @@ class FlashMLASchedMeta:
     """Scheduling of calls with the same shapes and lengths."""
 
     have_initialized: bool = False
-    config: Optional[tuple] = None
-    lengths: Optional[torch.Tensor] = None
+    config: tuple | None = None
+    lengths: torch.Tensor | None = None
 
 
 def get_mla_metadata(*args, **kwargs):
@@ -26,20 +25,20 @@ def get_mla_metadata(*args, **kwargs):
 def flash_mla_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    block_table: Optional[torch.Tensor],
-    cache_seqlens: Optional[torch.Tensor],
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
     head_dim_v: int,
     tile_scheduler_metadata: FlashMLASchedMeta,
     num_splits: None = None,
-    softmax_scale: Optional[float] = None,
+    softmax_scale: float | None = None,
     causal: bool = False,
     is_fp8_kvcache: bool = False,
-    indices: Optional[torch.Tensor] = None,
-    attn_sink: Optional[torch.Tensor] = None,
-    extra_k_cache: Optional[torch.Tensor] = None,
-    extra_indices_in_kvcache: Optional[torch.Tensor] = None,
-    topk_length: Optional[torch.Tensor] = None,
-    extra_topk_length: Optional[torch.Tensor] = None,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
 ):
     assert isinstance(tile_scheduler_metadata, FlashMLASchedMeta) and num_splits is None
     assert extra_k_cache is None and extra_indices_in_kvcache is None and extra_topk_length is None
@@ -65,7 +64,7 @@ def _dense(q, kcache, head_size_v, seqlens_k, block_table, softmax_scale, is_cau
     check(q.stride(-1) == 1 and kcache.stride(-1) == 1, "contiguous last dimension")
     b, s_q, h_q, d = q.shape
     check(d in (576, 512) and head_size_v == 512, "head sizes")
-    blocks, size, h_k, d_k = kcache.shape
+    size, h_k, d_k = kcache.shape[1:]
     check(size == 64 and d_k == d and h_k == 1 and b > 0 and h_q % h_k == 0, "cache")
     check(tuple(seqlens_k.shape) == (b,) and block_table.shape[0] == b, "batch")
     q.view(b, s_q, h_k, h_q, d)

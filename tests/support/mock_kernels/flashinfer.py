@@ -5,8 +5,8 @@ import math
 
 import torch
 
-from tests.support import mock_kernels
-from tests.support.mock_kernels import attention, check
+from support import mock_kernels
+from support.mock_kernels import attention, check
 
 __version__ = "0.6.18"
 

@@ -1,8 +1,9 @@
-"""vLLM 0.32.0: decode_attention_fwd of vllm/v1/attention/ops/triton_decode_attention.py. An empty sequence gives NaN."""
+"""vLLM 0.32.0: decode_attention_fwd of vllm/v1/attention/ops/triton_decode_attention.py. An empty sequence gives
+NaN."""
 
 import torch
 
-from tests.support.mock_kernels import attention, check
+from support.mock_kernels import attention, check
 
 
 def decode_attention_fwd(
