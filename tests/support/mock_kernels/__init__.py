@@ -12,7 +12,7 @@ import torch
 MODULES = {
     "flash_mla": "flash_mla", "flashinfer": "flashinfer", "flashinfer.mla": "flashinfer_mla", "vllm": "vllm",
     "vllm.v1.attention.ops.triton_decode_attention": "vllm_decode",
-    "vllm.v1.attention.ops.triton_unified_attention": "vllm_unified",
+    "vllm.v1.attention.ops.triton_unified_attention": "vllm_unified", "deep_gemm": "deep_gemm",
 }  # fmt: skip
 
 
