@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mlaforge import runtime
 from mlaforge.ops.external.library import DEEP_GEMM, needs_gpu
-from mlaforge.ops.gpu_properties import gpu_properties
+from mlaforge.ops.gpu_properties import capability_name, gpu_properties
 from mlaforge.ops.mxfp4 import BLOCK, unpack
 from mlaforge.ops.row_formats.fp8_ds_mla import fp8_codes
 
@@ -44,7 +44,7 @@ def supports(hidden_NC: Tensor, topk_ids_NK: Any, topk_weights_NK: Tensor, *pack
 def refusal(dtype: torch.dtype, widths: set[int], capability: tuple[int, int]) -> str | None:
     """Return the reason why the products do not compute inputs of these widths, or None."""
     if capability[0] not in (9, 10):
-        return f"it is for compute capability 9.0 and 10.0, this GPU has {'.'.join(map(str, capability))}"
+        return f"it is for compute capability 9.0 and 10.0, this GPU has {capability_name(capability)}"
     if dtype != torch.bfloat16:
         return f"hidden states must be bfloat16, they are {dtype}"
     if unaligned := [width for width in widths if width % 16]:

@@ -13,6 +13,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.external import arguments
 from mlaforge.ops.external.attention_library import AttentionCase, AttentionLibrary, PerView
 from mlaforge.ops.external.library import FLASH_MLA
+from mlaforge.ops.gpu_properties import capability_name
 
 # Rows of a page.
 PAGE = 64
@@ -30,7 +31,7 @@ class FlashMla(AttentionLibrary):
         if not case.latent:
             return "it computes absorbed MLA, these are keys and values of heads"
         if case.capability[0] != 9:
-            return f"the dense kernel is for compute capability 9.0, this GPU has {'.'.join(map(str, case.capability))}"
+            return f"the dense kernel is for compute capability 9.0, this GPU has {capability_name(case.capability)}"
         if case.dtype not in (torch.bfloat16, torch.float16) or case.rows != case.dtype:
             return f"queries and rows must both be bfloat16 or float16, they are {case.dtype} and {case.rows}"
         if case.page != PAGE:

@@ -19,6 +19,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.external import arguments
 from mlaforge.ops.external.attention_library import AttentionCase, AttentionLibrary, PerView
 from mlaforge.ops.external.library import FLASHINFER
+from mlaforge.ops.gpu_properties import capability_name
 from mlaforge.runtime import on_device
 
 # Bytes of the workspace that the library recommends.
@@ -43,7 +44,7 @@ class FlashInfer(AttentionLibrary):
 
     def refusal(self, case: AttentionCase) -> str | None:
         if case.capability < (8, 0):
-            return f"it needs compute capability 8.0, this GPU has {'.'.join(map(str, case.capability))}"
+            return f"it needs compute capability 8.0, this GPU has {capability_name(case.capability)}"
         if case.dtype not in HALVES:
             return f"queries must be bfloat16 or float16, they are {case.dtype}"
         if case.latent:
