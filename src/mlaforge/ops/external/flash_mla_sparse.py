@@ -64,9 +64,6 @@ class FlashMlaSparse:
         H = q_NHW.shape[1]
         missing = next(heads for heads in HEADS if heads >= H) - H
         tokens = self.plans.get(view, "tokens", lambda: arguments.QueryTokens.of(view))
-            next(heads for heads in HEADS if heads >= H) - H,
-            self.plans.get(view, "tokens", lambda: arguments.QueryTokens.of(view)),
-        )
         slots_NK = self.plans.get(view, "slots", lambda: tokens.slots(view, TOPK))
         metadata = self.plans.get(view, H, lambda: flash_mla.get_mla_metadata()[0])
         out, lse = flash_mla.flash_mla_with_kvcache(
