@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from mlaforge.ops.external.library import EXTERNAL
 from mlaforge.ops.native import why_not
 from mlaforge.ops.paged_attention import OP, paged_attention
 from support.paged_steps import DEVICE, SHAPES, Shape, Step, assert_right, expected, make_step, needs_triton, steps
@@ -15,7 +16,7 @@ from support.pairwise import pairwise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_memory_is_nan")]
 # Those of fp32 and fp16; `native` takes bf16 rows.
-IMPLEMENTATIONS = [name for name in OP.names if name != "native"]
+IMPLEMENTATIONS = [name for name in OP.names if name != "native" and name not in EXTERNAL]
 
 
 def attention(step: Step, implementation: str) -> tuple[Tensor, Tensor]:

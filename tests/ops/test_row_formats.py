@@ -21,12 +21,15 @@ from mlaforge.ops.row_formats import (
     row_format_types,
 )
 from mlaforge.ops.row_formats.coded import Coded
+from mlaforge.ops.row_formats.fp8_ds_mla import Fp8DsMla
 from mlaforge.ops.row_formats.int4 import INT4_TOKENS, Int4
 from mlaforge.ops.row_formats.int8 import Int8
 from mlaforge.ops.row_formats.plain import Plain
+from mlaforge.runtime import UserError
 
 FP8 = Plain(12, "float8_e4m3fn")
-FORMATS = [Int8((8, 8)), Int8((5,)), Int8((24, 7)), Int8((16,) * 6), Int4(1, 2), Int4(2, 16), Int4(3, 20), FP8]
+STEPPED = [Int8((8, 8)), Int8((5,)), Int8((24, 7)), Int8((16,) * 6), Int4(1, 2), Int4(2, 16), Int4(3, 20)]
+FORMATS = [*STEPPED, FP8, Fp8DsMla(512), Fp8DsMla(200)]
 CODED = [Coded((24, 16, 8)), Coded((24, 16, 8), 6), Coded((8,) * 3, 7)]
 PLAIN = [Plain(12, "bfloat16"), Plain(7, "float16"), Plain(7, "float32")]
 DESCRIPTORS = [*FORMATS, *CODED, *PLAIN]
@@ -67,7 +70,7 @@ def steps(format, x_NW):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(FORMATS[:-1]), st.integers(0, 2**31), st.floats(-18, 18), st.booleans())
+@given(st.sampled_from(STEPPED), st.integers(0, 2**31), st.floats(-18, 18), st.booleans())
 def test_decoded_values_are_within_half_a_step(format, seed, magnitude, outlier):
     x = bf16(2 * INT4_TOKENS, format.width, seed=seed, scale=10**magnitude)
     if outlier:
@@ -100,7 +103,7 @@ def test_decoded_rows_are_bf16_and_independent(format):
 def test_constant_and_zero_groups_are_exact(format):
     for value in (0.0, 1.0, -0.3125, 448.0):
         x = torch.full((INT4_TOKENS, format.width), value).bfloat16()
-        exact = isinstance(format, Int4 | Plain) or value == 0.0
+        exact = isinstance(format, Int4 | Plain | Fp8DsMla) or value == 0.0
         torch.testing.assert_close(through(format, x), x, rtol=0 if exact else 2**-7, atol=0)
 
 
@@ -200,6 +203,43 @@ def test_bytes_of_int4():
     assert format.descriptor == [2, G, D]
 
 
+@pytest.mark.parametrize("rank", [512, 384, 200])
+def test_bytes_of_fp8_ds_mla(rank):
+    """656 bytes: codes of 8-bit floats, a power of two per 128, the rotary key as it is."""
+    format, x = Fp8DsMla(rank), bf16(1, rank + 64)
+    x[0, :128] *= 1e-5
+    rows, units = filled(format, x)
+    data, want = rows[units[0]].tolist(), []
+    assert len(data) == 656 and format.descriptor == [4, rank]
+    scales = np.array(data[512:528], dtype=np.uint8).view(np.float32)
+    for i in range(512):
+        value = x[0, i].item() if i < rank else 0.0
+        group = x[0, i // 128 * 128 : min(rank, i // 128 * 128 + 128)].abs().float().numpy()
+        scale, largest = scales[i // 128], group.max() if len(group) else 0.0
+        assert np.frexp(scale)[0] == 0.5 and (scale / 2 < largest / 448 <= scale or not largest)
+        sign, exponent, mantissa = data[i] >> 7, data[i] >> 3 & 15, data[i] & 7
+        code = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+        decoded = (1 - 2 * sign) * code * float(scale)
+        assert abs(decoded - value) <= max(abs(value) / 16, float(scale) * 2.0**-10)
+        want.append(decoded)
+    assert format.read(rows, units[:1])[0, :rank].tolist() == want[:rank]
+    assert torch.equal(format.read(rows, units[:1])[0, rank:], x[0, rank:])
+    assert [number(data[528 + 2 * i :][:2]) for i in range(64)] == x[0, rank:].tolist()
+
+
+def test_error_of_fp8_ds_mla():
+    """Relative, in the mean square, of a latent of normal numbers; FP8 rows without scales lose small ones."""
+    x = bf16(400, 576, scale=0.01)
+    errors = [float((through(f, x).float() - x).norm() / x.norm()) for f in (Fp8DsMla(512), Plain(576, FP8.dtype))]
+    assert 0.022 < errors[0] < 0.028 < 1.2 * errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("groups", [(512,), (520, 64), (256, 32), (64, 64, 64, 64)])
+def test_rows_that_fp8_ds_mla_cannot_store(groups):
+    with pytest.raises(UserError, match=r"at most 512 latent and exactly 64 rotary elements, not "):
+        row_format("fp8_ds_mla", groups)
+
+
 # The descriptors
 
 
@@ -244,7 +284,9 @@ def test_the_newest_tokens_of_int4_are_in_bf16():
 
 def test_formats_by_name():
     groups = (16,) * 4
-    names = {name: row_format(name, groups, counts=(16,)) for name in ("fp32", "fp16", *format_names())}
+    others = [name for name in format_names() if not row_format_type(name).latent_rope_only]
+    names = {name: row_format(name, groups, counts=(16,)) for name in ("fp32", "fp16", *others)}
+    assert row_format("fp8_ds_mla", (448, 64)) == Fp8DsMla(448)
     assert all(format.name == name for name, format in names.items())
     assert names["int8"] == Int8(groups) and names["int4"] == Int4(2, 16) and names["fp8"] == Plain(64, FP8.dtype)
     assert row_format("auto", groups, "float32") == Plain(64, "float32")
@@ -260,7 +302,7 @@ def test_descriptors_load_no_torch():
         "import sys\n"
         "from mlaforge.ops.row_formats import format_names, row_format\n"
         "import mlaforge.planning.plan, mlaforge.engine.config\n"
-        "formats = [row_format(name, (16, 16), counts=(16, 8)) for name in format_names()]\n"
+        "formats = [row_format(name, (64, 64), counts=(16, 8)) for name in format_names()]\n"
         "assert all(format.bytes(32) and format.parts and format.descriptor for format in formats)\n"
         "assert 'torch' not in sys.modules"
     )

@@ -24,8 +24,10 @@ def check_config(config: EngineConfig, device: torch.device) -> EngineConfig:
             "deterministic is for CPUs: on a GPU norms, attention and experts still sum in an order that depends on "
             "the batch; use device cpu"
         )
-    if config.deterministic and config.kv_cache_dtype == "fp8":
-        raise UserError("deterministic: no compiled CPU kernel reads kv_cache_dtype fp8; use int8 or bf16")
+    if config.deterministic and config.kv_cache_dtype in ("fp8", "fp8_ds_mla"):
+        raise UserError(
+            f"deterministic: no compiled CPU kernel reads kv_cache_dtype {config.kv_cache_dtype}; use int8 or bf16"
+        )
     tree, cache_dtype, size = config.speculative_tree_tokens, config.kv_cache_dtype, config.block_size
     unit = 1 if cache_dtype == "auto" else row_format_type(cache_dtype).tokens
     if unit > 1 and size not in (None, unit):

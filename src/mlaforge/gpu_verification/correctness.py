@@ -131,12 +131,12 @@ def nan_filled_empty() -> Iterator[None]:
 
 def inputs(
     context: Context, layout: Layout, dtype: torch.dtype, rows: torch.dtype, queries: Sequence[int],
-    lengths: Sequence[int],
+    lengths: Sequence[int], block_size: int = BLOCK_SIZE,
 ) -> tuple[Tensor, Tensor, Tensor, CacheView, float]:  # fmt: skip
     """Inputs of paged attention. queries, lengths: query and cached tokens per sequence. Blocks are in random order;
     unused rows of the cache are NaN."""
     device = context.device
-    counts = [-(-length // BLOCK_SIZE) for length in lengths]
+    counts = [-(-length // block_size) for length in lengths]
     order = torch.randperm(sum(counts) + 5)
     table, at = torch.zeros(len(lengths), max(1, *counts), dtype=torch.int32), 0
     for s, count in enumerate(counts):
@@ -145,10 +145,10 @@ def inputs(
     view = CacheView(
         table.to(device), torch.tensor(lengths, dtype=torch.int32).to(device),
         torch.zeros(len(lengths), dtype=torch.int32, device=device), starts.to(device),
-        torch.zeros(sum(queries), dtype=torch.int64, device=device), BLOCK_SIZE, max(queries), max(lengths),
+        torch.zeros(sum(queries), dtype=torch.int64, device=device), block_size, max(queries), max(lengths),
         window=layout.window, queries=tuple(queries), lengths=tuple(lengths),
     )  # fmt: skip
-    cache = torch.full((len(order) * BLOCK_SIZE, layout.row), torch.nan, dtype=torch.float32, device=device)
+    cache = torch.full((len(order) * block_size, layout.row), torch.nan, dtype=torch.float32, device=device)
     for s, length in enumerate(lengths):
         slots = _slots(view, s, 0, length)
         cache[slots] = torch.randn(len(slots), layout.row, device=device)

@@ -28,6 +28,7 @@ STAGES = (
     Stage("attention", f"{PACKAGE}.attention", 90, "paged attention against the memory and compute roofline"),
     Stage("experts", f"{PACKAGE}.experts", 40, "MXFP4 experts part by part"),
     Stage("operations", f"{PACKAGE}.layer_operations", 20, "norms, gates, rotation, absorbed products, routing"),
+    Stage("external", f"{PACKAGE}.external", 60, "installed kernels of other libraries, beside this package's"),
     Stage("engine", f"{PACKAGE}.engine_steps", 90, "the engine on 4 layers of 20B's sizes"),
     Stage("model", f"{PACKAGE}.full_model", 90, "tokens per second of all 24 layers"),
     Stage("transformers", f"{PACKAGE}.transformers_ratio", 80, "transformers on the same 4 layers"),

@@ -3,6 +3,8 @@
 Order: the explicit argument, then $MLAFORGE_OPS, then the first registered implementation that supports the inputs,
 last the reference. MLAFORGE_OPS is a comma-separated list: an implementation's name for every op that has it, `op=name`
 for one op, and `check`, which also runs the reference and compares (it synchronises, so not within a captured graph).
+`name+other` is the first of several names that supports the inputs. Kernels of other libraries (ops/external/) run only
+where they are named.
 
 A call of an op selects by its inputs. `Op.bind` selects a compiled kernel once, for layers whose inputs differ only in
 their number of tokens: a decoding step calls an op 300 times, and a selection takes as long as a small kernel. Bound
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from mlaforge import runtime
 from mlaforge.ops.check import check, cloned, load
+from mlaforge.ops.external.library import EXTERNAL
 from mlaforge.ops.native import kernel
 
 Supports = Callable[..., "Literal[True] | str"]
@@ -45,6 +48,7 @@ class Implementation:
     It is chosen automatically only on devices of `device_type`. If it is skipped there, the reason is logged, unless it
     is `quiet` because it supports only some inputs. `capturable`: its launches depend only on host values, so a CUDA
     graph can capture it. `resolve` returns a faster `run` for bound ops, once its inputs are known to be supported.
+    `on_request`: it is never chosen automatically, and its first use is logged.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Implementation:
     quiet: bool = False
     capturable: bool = False
     resolve: Callable[[], Run] | None = None
+    on_request: bool = False
 
 
 def outputs_as_tuple(inputs: Sequence[Any], outputs: Any) -> Sequence[Tensor]:
@@ -81,10 +86,13 @@ class Op:
         self._logged: set[tuple[str, str]] = set()
 
     def register(
-        self, name: str, run: Run, supports: Supports, device_type: str, quiet: bool = False, capturable: bool = False
-    ) -> None:
+        self, name: str, run: Run, supports: Supports, device_type: str, quiet: bool = False, capturable: bool = False,
+        on_request: bool = False,
+    ) -> None:  # fmt: skip
         assert name not in self.names and name != "check", name
-        self.implementations[name] = Implementation(name, run, supports, device_type, quiet, capturable)
+        self.implementations[name] = Implementation(
+            name, run, supports, device_type, quiet, capturable, on_request=on_request
+        )
 
     def register_native(self, supports: Supports, run: Run | None = None) -> None:
         """Register the compiled CPU kernel of this name. It is skipped quietly: ops/native.py logs why kernels are not
@@ -135,26 +143,41 @@ class Op:
 
     def choose(self, *inputs: Any, implementation: str | None = None) -> tuple[str, Run]:
         """Return the name and function that would run on `inputs`. Raises as __call__ does."""
-        if implementation == "reference":
-            return "reference", self.reference
         if implementation is not None:
-            if implementation not in self.implementations:
-                known = ", ".join(self.names)
-                raise runtime.UserError(f"{self.name} has no implementation {implementation!r}; it has {known}")
-            chosen = self.implementations[implementation]
-            if (reason := chosen.supports(*inputs)) is not True:
-                raise runtime.UserError(f"{self.name}: {implementation} cannot run here: {reason}")
-            return implementation, chosen.run
+            return self._first(implementation.split("+"), inputs)
         for name, candidate in self.implementations.items():
-            if candidate.device_type != inputs[0].device.type:
+            if candidate.device_type != inputs[0].device.type or candidate.on_request:
                 continue
             reason = candidate.supports(*inputs)
             if reason is True:
                 return name, candidate.run
-            if not candidate.quiet and (name, reason) not in self._logged:
-                self._logged.add((name, reason))
-                runtime.log(f"{self.name}: {name} is not used: {reason}")
+            if not candidate.quiet:
+                self._log(name, f"is not used: {reason}")
         return "reference", self.reference
+
+    def _first(self, names: Sequence[str], inputs: Sequence[Any]) -> tuple[str, Run]:
+        """As `choose`, for the first of some names that supports the inputs."""
+        reasons = []
+        for name in names:
+            if name not in self.names:
+                raise runtime.UserError(f"{self.name} has no implementation {name!r}; it has {', '.join(self.names)}")
+            if name == "reference":
+                return name, self.reference
+            chosen = self.implementations[name]
+            if (reason := chosen.supports(*inputs)) is True:
+                if chosen.on_request:
+                    self._log(name, "is used")
+                return name, chosen.run
+            reasons.append(f"{name} cannot run here: {reason}")
+            if len(names) > 1:
+                self._log(name, f"is not used: {reason}")
+        raise runtime.UserError(f"{self.name}: {'; '.join(reasons)}")
+
+    def _log(self, name: str, message: str) -> None:
+        """Log a message about an implementation once."""
+        if (name, message) not in self._logged:
+            self._logged.add((name, message))
+            runtime.log(f"{self.name}: {name} {message}")
 
     def capturable(self, *inputs: Any) -> bool:
         """Whether a CUDA graph can capture a call with `inputs`. Raises as __call__ does."""
@@ -190,15 +213,15 @@ class Op:
                 raise runtime.UserError(f"MLAFORGE_OPS names {op!r}, which is not an op; ops are {', '.join(MODULES)}")
         return override or default, check_mode
 
-    def _default(self, name: str) -> str | None:
-        """Return the implementation `name`, or None if this op does not have it but another one may."""
-        if name in self.names:
-            return name
-        if name in IMPLEMENTATIONS:
-            return None
-        raise runtime.UserError(
-            f"MLAFORGE_OPS names {name!r}, which is no implementation; they are {', '.join(IMPLEMENTATIONS)}"
-        )
+    def _default(self, word: str) -> str | None:
+        """Return the names in `word` that this op has, or None if it has none of them but another one may."""
+        names = word.split("+")
+        for name in names:
+            if name not in self.names and name not in IMPLEMENTATIONS:
+                raise runtime.UserError(
+                    f"MLAFORGE_OPS names {name!r}, which is no implementation; they are {', '.join(IMPLEMENTATIONS)}"
+                )
+        return "+".join(name for name in names if name in self.names) or None
 
 
 def triton_device(device: torch.device) -> Literal[True] | str:
@@ -211,7 +234,8 @@ def triton_device(device: torch.device) -> Literal[True] | str:
 def prefers_triton(device: torch.device) -> bool:
     """Whether layers on a device are composed of the ops that Triton's kernels compute: on GPUs, and where
     $MLAFORGE_OPS names `triton` for every op. Compiled CPU kernels compute larger parts of a layer."""
-    return device.type == "cuda" or "triton" in map(str.strip, runtime.ops_choice().split(","))
+    words = map(str.strip, runtime.ops_choice().split(","))
+    return device.type == "cuda" or any("triton" in word.split("+") for word in words)
 
 
 def _call_kernel(name: str, *inputs: Any) -> Any:
@@ -273,11 +297,12 @@ MODULES = {
     "attention_with_mass": "attention_mass", "gated_mlp": "linear", "latent": "latent_attention",
     "latent_rope": "latent_attention", "linear": "linear", "linear_int4": "linear", "linear_int8": "linear",
     "mxfp4_experts": "mxfp4_experts", "mxfp4_mixture": "mxfp4_experts", "pack_blocks": "paged_rows",
-    "pack_rows": "coded_rows", "packed_attention": "packed_attention", "paged_attention": "paged_attention",
+    "pack_rows": "coded_rows", "packed_attention": "packed_attention",
+    "packed_latent_attention": "packed_attention", "paged_attention": "paged_attention",
     "rms_norm": "elementwise", "rope_and_store": "rope_and_store", "select_tokens": "token_selection",
     "silu_mul": "elementwise", "unpack_mxfp4": "mxfp4", "unpack_rows": "coded_rows",
     "up_project_values": "absorbed_latents", "write_index": "token_selection",
 }  # fmt: skip
-IMPLEMENTATIONS = ("native", "runs", "triton", "reference")
+IMPLEMENTATIONS = ("native", "runs", "triton", "reference", *EXTERNAL)
 # Comparisons of `check` that found no difference, by op and implementation.
 comparisons: Counter[tuple[str, str]] = Counter()

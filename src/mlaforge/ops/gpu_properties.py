@@ -41,8 +41,13 @@ class GpuProperties:
         """Return the reason why kernels cannot read float8_e4m3fn here, or None."""
         if self.capability >= FP8_CAPABILITY:
             return None
-        needed, present = (".".join(map(str, capability)) for capability in (FP8_CAPABILITY, self.capability))
+        needed, present = map(capability_name, (FP8_CAPABILITY, self.capability))
         return f"float8_e4m3fn needs compute capability {needed}, this GPU has {present}"
+
+
+def capability_name(capability: tuple[int, int]) -> str:
+    """Return a compute capability as NVIDIA writes it: 9.0."""
+    return ".".join(map(str, capability))
 
 
 @functools.cache

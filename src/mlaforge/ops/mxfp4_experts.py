@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mlaforge.ops.dispatch import Op, triton_device
+from mlaforge.ops.external import deep_gemm
 from mlaforge.ops.mxfp4 import BLOCK, unpack
 from mlaforge.ops.native import kernel, supports_device
 
@@ -111,9 +112,14 @@ def reference(
 
 def mixture_reference(hidden_NC: Tensor, logits_NE: Tensor, top_k: int, *packed: Any) -> Tensor:
     """Return [N, C] for a router's logits: the `top_k` experts with the largest ones, weighted by their softmax."""
-    best_NK, topk_ids_NK = logits_NE.topk(top_k)
-    out_NC: Tensor = OP(hidden_NC, topk_ids_NK, best_NK.softmax(dim=-1), *packed)[0]
+    out_NC: Tensor = OP(hidden_NC, *_routed(logits_NE, top_k), *packed)[0]
     return out_NC
+
+
+def _routed(logits_NE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Experts of each token and their weights, [N, K]."""
+    best_NK, topk_ids_NK = logits_NE.topk(top_k)
+    return topk_ids_NK, best_NK.softmax(dim=-1)
 
 
 def _triton(*inputs: Any) -> tuple[Tensor]:
@@ -130,6 +136,18 @@ def _triton_supports(
     from mlaforge.ops import mxfp4_experts_triton
 
     return mxfp4_experts_triton.supports(hidden_NC, *packed[:-2])
+
+
+def _deep_gemm(*inputs: Any) -> tuple[Tensor]:
+    return (deep_gemm.mixture(*inputs),)
+
+
+def _deep_gemm_mixture(hidden_NC: Tensor, logits_NE: Tensor, top_k: int, *packed: Any) -> Tensor:
+    return deep_gemm.mixture(hidden_NC, *_routed(logits_NE, top_k), *packed)
+
+
+def _deep_gemm_supports(hidden_NC: Tensor, logits_NE: Tensor, top_k: int, *packed: Any) -> Literal[True] | str:
+    return deep_gemm.supports(hidden_NC, logits_NE, logits_NE, *packed)
 
 
 def _native(hidden_NC: Tensor, topk_ids_NK: Tensor, topk_weights_NK: Tensor, *packed: Any) -> tuple[Tensor]:
@@ -155,5 +173,7 @@ def _native_supports(
 OP = Op("mxfp4_experts", reference, tolerance=(3e-2, 3e-2))
 OP.register_native(_native_supports, _native)
 OP.register("triton", _triton, _triton_supports, device_type="cuda", capturable=True)
+OP.register("deep_gemm", _deep_gemm, deep_gemm.supports, device_type="cuda", on_request=True)
 MIXTURE = Op("mxfp4_mixture", mixture_reference, tolerance=(3e-2, 3e-2))
 MIXTURE.register_triton("mxfp4_experts_triton", "mixture_of_logits", "mixture_supports")
+MIXTURE.register("deep_gemm", _deep_gemm_mixture, _deep_gemm_supports, device_type="cuda", on_request=True)

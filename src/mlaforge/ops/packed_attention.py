@@ -1,7 +1,7 @@
-"""Grouped-query attention over packed rows (ops/row_formats/): bitwise equal to attention over the decoded rows in
-every implementation, except for int8, which compiled kernels multiply as integers.
+"""Attention over packed rows (ops/row_formats/): bitwise equal to attention over the decoded rows in every
+implementation, except for int8, which compiled kernels multiply as integers, and for other libraries' kernels.
 
-Legend: N query tokens, H query heads, G KV heads, D head_dim.
+Legend: N query tokens, H query heads, G KV heads, D head_dim, W elements of a latent row, R latent rank.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import Op
+from mlaforge.ops.external.flash_mla_sparse import FlashMlaSparse
 from mlaforge.ops.native import kernel, supports_bfloat16
 from mlaforge.ops.paged_attention import apply_sinks, paged_attention
 from mlaforge.ops.paged_rows import PagedRows, native_rows, native_supports
@@ -30,6 +31,21 @@ def packed_attention(
     return out, lse
 
 
+def packed_latent_attention(
+    q_NHW: Tensor, rows: PagedRows, rank: int, view: CacheView, scale: float, sinks_H: Tensor | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As ops.paged_attention of absorbed MLA, which attends where rows are read in place; the first `rank` elements of
+    a row are the value."""
+    if rows.direct:
+        rows_L1W = rows.packed[:, None]
+        return paged_attention(
+            q_NHW, rows_L1W, rows_L1W[..., :rank], view, scale, sinks_H, implementation=implementation
+        )
+    out, lse = LATENTS(q_NHW, rows, rank, view, scale, sinks_H, implementation=implementation)
+    return out, lse
+
+
 def reference(
     q_NHD: Tensor, rows: PagedRows, view: CacheView, scale: float, sinks_H: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -37,6 +53,22 @@ def reference(
     rows_LW, gathered = rows.decode(view)
     k_LGD, v_LGD = rows_LW.view(len(rows_LW), 2, -1, q_NHD.shape[2]).unbind(1)
     return paged_attention(q_NHD, k_LGD, v_LGD, gathered, scale, sinks_H)
+
+
+def latents_reference(
+    q_NHW: Tensor, rows: PagedRows, rank: int, view: CacheView, scale: float, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Decode all rows that the step reads."""
+    rows_LW, gathered = rows.decode(view)
+    rows_L1W = rows_LW[:, None]
+    return paged_attention(q_NHW, rows_L1W, rows_L1W[..., :rank], gathered, scale, sinks_H)
+
+
+def _flash_mla(
+    q_NHW: Tensor, rows: PagedRows, rank: int, view: CacheView, scale: float, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    out, lse = FLASH_MLA_SPARSE.run(q_NHW, rows, rank, view, scale)
+    return apply_sinks(out, lse, sinks_H), lse
 
 
 def _native(
@@ -60,3 +92,6 @@ def _native_supports(q_NHD: Tensor, rows: PagedRows, *others: Any) -> Literal[Tr
 OP = Op("packed_attention", reference, tolerance=(3e-2, 3e-2))
 OP.register_native(_native_supports, _native)
 OP.register_triton("paged_attention_triton", "attend_int8", "int8_supports")
+FLASH_MLA_SPARSE = FlashMlaSparse()
+LATENTS = Op("packed_latent_attention", latents_reference, tolerance=(3e-2, 3e-2))
+LATENTS.register("flash_mla", _flash_mla, FLASH_MLA_SPARSE.supports, device_type="cuda", on_request=True)

@@ -9,6 +9,7 @@ head h // (H / G)), E heads per KV head, L slots of the cache, P cached position
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,10 @@ from torch import Tensor
 from mlaforge.modeling.attention_mla import sink_share
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import Op, triton_device
+from mlaforge.ops.external.attention_library import AttentionLibrary
+from mlaforge.ops.external.flash_mla import FlashMla
+from mlaforge.ops.external.flashinfer import FlashInfer
+from mlaforge.ops.external.vllm import Vllm
 from mlaforge.ops.native import kernel, supports_bfloat16
 from mlaforge.ops.paged_attention_cpu import paged_attention_runs
 
@@ -149,7 +154,21 @@ def _native_supports(q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, *others: Any) 
     return True
 
 
+def _external(
+    library: AttentionLibrary, q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float,
+    sinks_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, lse = library.attend(q_NHD, k_LGD, v_LGV, view, scale)
+    return apply_sinks(out, lse, sinks_H), lse
+
+
+LIBRARIES: tuple[AttentionLibrary, ...] = (FlashMla(), FlashInfer(), Vllm())
 OP = Op("paged_attention", reference)
 OP.register_native(_native_supports, _native)
 OP.register("runs", _runs, _runs_supports, device_type="cpu")
 OP.register("triton", _triton, _triton_supports, device_type="cuda", capturable=True)
+for _library in LIBRARIES:
+    OP.register(
+        _library.library.name, functools.partial(_external, _library), _library.supports, device_type="cuda",
+        on_request=True,
+    )  # fmt: skip

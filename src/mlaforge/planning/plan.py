@@ -65,6 +65,7 @@ class LayerPlan:
         """Format of the rows. stored: one of STORED, or `coded` if the layer has a code."""
         if self.layout == "gqa":
             groups = (layer.head_dim,) * (2 * layer.num_kv_heads)
+            stored = "bf16" if row_format_type(stored).latent_rope_only else stored
         else:
             groups = (self.kv_lora_rank, *([self.qk_rope_head_dim] if self.qk_rope_head_dim else []))
         return row_format(stored, groups, counts=self.code)

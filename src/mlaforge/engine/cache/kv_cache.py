@@ -82,6 +82,8 @@ def layer_caches(
     chosen = row_format_type(kv_cache_dtype) if kv_cache_dtype != "auto" else None
     if chosen is not None and chosen.coded and not any(codes):
         raise UserError("kv_cache_dtype coded is for models that were converted with --bits; use auto")
+    if chosen is not None and chosen.latent_rope_only and "latent_rope" not in kinds:
+        raise UserError(f"kv_cache_dtype {kv_cache_dtype} is for models that were converted to latent_rope; use auto")
     windows = sorted({layer.window for layer in spec.layers}, key=lambda w: (w is not None, w))
     layers = []
     for index, (layer, kind) in enumerate(zip(spec.layers, kinds, strict=True)):
@@ -95,8 +97,11 @@ def layer_caches(
                     f"kv_cache_dtype {kv_cache_dtype} is for grouped-query layers; layer {index} is {kind}: use int8"
                 )
             groups = [config.mla_kv_lora_ranks[index], *([config.qk_rope_head_dim] if kind == "latent_rope" else [])]
+        if chosen is not None and chosen.latent_rope_only and kind == "latent":
+            raise UserError(f"kv_cache_dtype {kv_cache_dtype} is for latent_rope; layer {index} is {kind}: use auto")
         # Without a code of its own a layer of a coded model has plain rows.
-        name = "auto" if chosen is None or chosen.coded else kv_cache_dtype
+        plain = chosen is None or chosen.coded or (chosen.latent_rope_only and kind == "gqa")
+        name = "auto" if plain else kv_cache_dtype
         format = row_format(name, groups, dtype_name(dtype), codes[index])
         index_bytes = config.index_head_dim if sparse and config.indexer_types[index] == "full" else 0
         if index_bytes and format.newest_unquantized:

@@ -33,8 +33,9 @@ from mlaforge.ops.host_view import host_view
 from mlaforge.ops.latent_attention import LATENT, LATENT_ROPE, LatentWeights
 from mlaforge.ops.latent_weights_gpu import GpuLatentWeights
 from mlaforge.ops.packed_attention import OP as PACKED_ATTENTION
+from mlaforge.ops.packed_attention import packed_latent_attention
 from mlaforge.ops.paged_attention import OP as PAGED_ATTENTION
-from mlaforge.ops.paged_attention import apply_sinks, capturable, paged_attention
+from mlaforge.ops.paged_attention import apply_sinks, capturable
 from mlaforge.ops.paged_rows import PagedRows, native_reads
 from mlaforge.ops.rope_and_store import OP as ROPE_AND_STORE
 
@@ -298,9 +299,7 @@ class PagedLatentAttention:
         Returns [N, H V]."""
         latent, weights = self.latent, self.absorbed
         q_NHW, shift_NH = ABSORB_AND_STORE(q_kv_NX, rotation_N1P, weights, self.rows, view.slots_N, latent.scaling)
-        rows_LW, view = (self.rows.packed, view) if self.rows.direct else self.rows.decode(view)
-        rows_L1W = rows_LW[:, None]
-        out_NHR, lse_NH = paged_attention(q_NHW, rows_L1W, rows_L1W[..., : latent.rank], view, latent.scaling)
+        out_NHR, lse_NH = packed_latent_attention(q_NHW, self.rows, latent.rank, view, latent.scaling)
         out: Tensor = UP_PROJECT_VALUES(out_NHR, lse_NH, shift_NH, weights)
         return out
 

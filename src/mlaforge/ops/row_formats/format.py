@@ -53,6 +53,7 @@ class RowFormat(abc.ABC):
     tokens              tokens per unit
     newest_unquantized  the newest block of a sequence stays in bf16 (engine/cache/block_tables.py)
     grouped_query_only  the format stores keys and values of heads, not a latent
+    latent_rope_only    the format stores a latent and a rotary key; layers of keys and values have plain rows
     coded               the format needs a layer's code
     devices             types of devices on which the engine accepts the format
     """
@@ -63,6 +64,7 @@ class RowFormat(abc.ABC):
     tokens: ClassVar[int] = 1
     newest_unquantized: ClassVar[bool] = False
     grouped_query_only: ClassVar[bool] = False
+    latent_rope_only: ClassVar[bool] = False
     coded: ClassVar[bool] = False
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
