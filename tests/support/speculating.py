@@ -7,32 +7,26 @@ from collections import Counter
 import pytest
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.sparse_view import SparseViewDrafter
+from mlaforge.engine.speculation.sparse_view import SparseViewConfig
 
 CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent")]
 
 
 def speculate(engine, drafter, count=3, adaptive=False, prompt_lookup=False):
-    engine.config = dataclasses.replace(engine.config, num_speculative_tokens=count, adaptive_speculation=adaptive)
-    engine.speculate(drafter, prompt_lookup)
+    engine.set_drafter(drafter, count, prompt_lookup, adaptive_speculation=adaptive)
     return engine
 
 
-# A partial view of a few tokens.
-SMALL = {
-    "specpv_sink": 16,
-    "specpv_retrieval": 32,
-    "specpv_window": 32,
-    "specpv_full_every": 3,
-    "specpv_max_pending": 9,
-}
+# A sparse view of a few tokens.
+SMALL = SparseViewConfig(retrieval=32, window=32, full_every=3, max_provisional=9)
 
 
-def partly(engine, drafter, count=3, prompt_lookup=False, **options):
-    """The engine, which judges what `drafter` proposes under partial views first."""
-    engine.config = dataclasses.replace(engine.config, **{"specpv": "lossless", **SMALL, **options})
-    speculate(engine, drafter, count, prompt_lookup=prompt_lookup)
-    assert isinstance(engine.speculation.sparse_view, SparseViewDrafter)
+def partly(engine, drafter, count=3, prompt_lookup=False, adaptive=False, dtype="auto", **view):
+    """Verify what `drafter` proposes under small sparse views first; return the engine's speculation."""
+    engine.set_drafter(
+        drafter, count, prompt_lookup, dataclasses.replace(SMALL, **view), specpv=True, specpv_dtype=dtype,
+        adaptive_speculation=adaptive,
+    )  # fmt: skip
     return engine.speculation
 
 
@@ -119,10 +113,7 @@ def check_identities(stats):
 
 
 def branch(engine, drafter, count=3, tree=8, adaptive=False):
-    engine.config = dataclasses.replace(
-        engine.config, num_speculative_tokens=count, speculative_tree_tokens=tree, adaptive_speculation=adaptive
-    )
-    engine.speculate(drafter)
+    engine.set_drafter(drafter, count, False, adaptive_speculation=adaptive, speculative_tree_tokens=tree)
     return engine
 
 

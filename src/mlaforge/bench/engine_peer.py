@@ -39,7 +39,7 @@ class EnginePeer:
         device = resolve_device(config.device)
         config = config.for_device(device)
         assert config.max_num_batched_tokens is not None
-        drafted = max(config.max_draft_tokens, config.specpv_max_pending)
+        drafted = max(config.max_draft_tokens, SparseViewConfig.from_options(config).max_provisional)
         config = dataclasses.replace(
             config, max_model_len=max_length, max_num_seqs=max_batch, adaptive_speculation=False,
             speculative=str(head) if head else "none",
@@ -100,18 +100,14 @@ class EnginePeer:
     def set_variant(self, variant: Variant, answers: list[list[int]], prompts: list[list[int]]) -> None:
         """Switch to the drafting of `variant` and reset the counters. answers: token ids that a replay proposes."""
         engine = self.engine
-        engine.speculation, engine.model.boundaries = None, ()
-        if not variant.count:
-            return
-        engine.config = dataclasses.replace(engine.config, num_speculative_tokens=variant.count, specpv=variant.specpv)
-        if variant.draft == "ngram":
-            engine.speculate(PromptLookupDrafter())
-        elif variant.draft == "replay":
+        drafter = self.head if variant.count else None
+        if variant.count and variant.draft == "ngram":
+            drafter = PromptLookupDrafter()
+        elif variant.count and variant.draft == "replay":
             pairs = enumerate(zip(prompts, answers, strict=True))
-            engine.speculate(Replay({str(index): prompt + answer for index, (prompt, answer) in pairs}))
-        else:
-            assert self.head is not None
-            engine.speculate(self.head)
+            drafter = Replay({str(index): prompt + answer for index, (prompt, answer) in pairs})
+        assert drafter is not None or not variant.count
+        engine.set_drafter(drafter, variant.count or None, specpv=variant.specpv != "off", view=self.view)
 
     def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Repetition:
         """See Peer.run. The prompts are computed without a cache, or with that of earlier repetitions under

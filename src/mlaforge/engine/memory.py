@@ -74,7 +74,7 @@ def _weights(model: EngineModel, head: Eagle3Head | None, config: EngineConfig, 
     if head is not None:
         total += weight_bytes(head, head_format(format, model.device), model.device)
     if (
-        config.specpv != "off"
+        config.specpv
         and format == model.format
         and (sparse_view_weights := sparse_view_format(config, model)) != format
     ):

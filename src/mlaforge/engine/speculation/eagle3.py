@@ -35,7 +35,7 @@ from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
 from mlaforge.engine.speculation.draft_graph import Chains, DraftGraphs
-from mlaforge.engine.speculation.drafter import Draft, ancestry
+from mlaforge.engine.speculation.drafter import Draft, Drafter, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.ops import native
 from mlaforge.ops.paged_rows import PagedRows
@@ -138,7 +138,7 @@ def sample_distribution(distribution_V: Tensor, generator: torch.Generator) -> T
     return (distribution_V / torch.empty_like(distribution_V).exponential_(generator=generator)).argmax()
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Drafts a chain per sequence, greedily for greedy requests, otherwise sampled from the head's distribution; or a
     tree for a single sequence.
 
@@ -285,9 +285,9 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def propose_tree(self, sequence: Sequence, tokens: int, depth: int) -> Draft | None:
-        """As TreeDrafter.propose_tree: the candidates whose paths are most probable by the product of the head's
-        probabilities (EAGLE-2, arXiv:2406.16858). On each level the most probable nodes get children, as many nodes as
-        there is room for their rows."""
+        """Draft a tree of at most `tokens` tokens and `depth` levels, for which the cache has room: the candidates
+        whose paths are most probable by the product of the head's probabilities (EAGLE-2, arXiv:2406.16858). On each level
+        the most probable nodes get children, as many nodes as there is room for their rows."""
         computed, out_SC = self._outs.get(sequence.number, (0, None))
         if out_SC is None or computed != sequence.computed:
             return None
