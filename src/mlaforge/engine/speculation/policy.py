@@ -7,6 +7,7 @@ decoding is a chain of length 0.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence as Items
 
 from mlaforge.engine.request.sequence import Sequence
@@ -18,9 +19,9 @@ from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 TIME_WEIGHT, FIRST_STEPS = 0.1, 2
 # Every EXPLORE_EVERY decisions, one token more than the best choice or, alternately, plain decoding is tried.
 EXPLORE_EVERY = 64
-# A mode that was not used for RETRY_TOKENS is tried for TRIAL_TOKENS; the weight of a mode's measurement halves every
-# HALF_LIFE_TOKENS.
-RETRY_TOKENS, TRIAL_TOKENS, HALF_LIFE_TOKENS = 64, 6, 32
+# A mode is tried for a step when it has not been used for RETRY_TOKENS, and in every other text, for which earlier
+# measurements weigh at most EARLIER_TOKENS; the weight of a measurement halves every HALF_LIFE_TOKENS.
+RETRY_TOKENS, EARLIER_TOKENS, HALF_LIFE_TOKENS = 256, 8, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +50,12 @@ class Decision:
 
 @dataclasses.dataclass
 class _Mode:
-    """Measurements of a mode. `tokens` and `seconds` decay with a half-life; `trial` tokens remain of its trial;
-    `unused` tokens were generated in other modes since its last use."""
+    """Measurements of a mode. `tokens` and `seconds` decay with a half-life; `unused` tokens were generated in other
+    modes since its last use."""
 
     tokens: float = 0.0
     seconds: float = 0.0
-    trial: float = 0.0
-    unused: float = RETRY_TOKENS
+    unused: float = math.inf
 
 
 class Policy:
@@ -114,21 +114,19 @@ class Policy:
             self.modes[0].acceptance.discount()
         self._single = single
         for mode in self._modes_now.values():
-            weight = min(1.0, TRIAL_TOKENS / max(mode.tokens, 1.0))
-            mode.tokens, mode.seconds, mode.unused = weight * mode.tokens, weight * mode.seconds, RETRY_TOKENS
+            weight = min(1.0, EARLIER_TOKENS / max(mode.tokens, 1.0))
+            mode.tokens, mode.seconds, mode.unused = weight * mode.tokens, weight * mode.seconds, math.inf
 
     def _choose_mode(self, modes: list[Drafter]) -> Drafter:
-        """The first of equals; modes are tried when they have not been used for long."""
+        """The fastest mode, the first of equals, or one that is to be tried."""
         if len(modes) == 1:
             return modes[0]
         measured = [self._modes_now.setdefault(mode.name, _Mode()) for mode in modes]
-        for entry in measured:
+        for mode, entry in zip(modes, measured, strict=True):
             if entry.unused >= RETRY_TOKENS:
-                entry.trial, entry.unused = TRIAL_TOKENS, 0.0
-        trials = [mode for mode, entry in zip(modes, measured, strict=True) if entry.trial > 0]
-        return trials[0] if trials else max(
-            zip(modes, measured, strict=True), key=lambda pair: pair[1].tokens / pair[1].seconds
-        )[0]  # fmt: skip
+                return mode
+        rates = [entry.tokens / entry.seconds for entry in measured]
+        return modes[rates.index(max(rates))]
 
     def choose_length(self, active: int) -> int:
         """Tokens of a chain for each of `active` decoding sequences."""
@@ -179,7 +177,7 @@ class Policy:
         if (used := self._modes_now.get(decision.drafter.name)) is not None:
             decay = 0.5 ** (tokens / HALF_LIFE_TOKENS)
             used.tokens, used.seconds = decay * used.tokens + tokens, decay * used.seconds + seconds
-            used.trial, used.unused = used.trial - tokens, 0.0
+            used.unused = 0.0
         if decision.drafter is not self.modes[0]:
             return
         mean, steps = self._times_now.get(rows, (seconds, 0))
