@@ -184,8 +184,8 @@ def test_overflowing_head_changes_no_token(params, tree, tiny_models, tmp_path):
     how = SamplingParams(**{"max_tokens": NEW, "ignore_eos": True, **params})
     plain = llm.generate([[*range(3, 40)]], SamplingParams(**{**vars(how), "speculate": False}))[0].outputs[0].token_ids
     drafter = llm.engine.speculation.drafter
-    head = drafter.head
-    drafter.head = lambda hidden: torch.full_like(head(hidden), torch.nan)
+    logits = drafter.head.logits
+    drafter.head.logits = lambda hidden: torch.full_like(logits(hidden), torch.nan)
     token_ids = llm.generate([[*range(3, 40)]], how)[0].outputs[0].token_ids
     assert len(token_ids) == NEW and (token_ids == plain or "seed" in params)
     assert all(0 <= token < 260 for token in token_ids)
