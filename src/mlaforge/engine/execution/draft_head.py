@@ -80,8 +80,8 @@ class PagedDraftHead:
     def __call__(
         self, hidden_NC: Tensor, ids_N: Tensor, batch: Batch, outputs: dict[str, Tensor] | None = None
     ) -> Tensor:
-        """Return the layer's output [N, C] before the final norm, from fused states and the next tokens. Add the outputs
-        of attention and MLP to `outputs`."""
+        """Return the layer's output [N, C] before the final norm, from fused states and the next tokens. Add the
+        outputs of attention and MLP to `outputs`."""
         step = Step.make(batch, self.angles)
         normed_NC = self.hidden_norm(hidden_NC)
         embedded_NC = self.input_norm(F.embedding(ids_N, self.embedding))
