@@ -415,9 +415,9 @@ def test_an_engine_with_graphs_gets_a_draft_head(models, tmp_path):
     drafter, prompts = engine.speculation.drafter, prompts_of(3, 1)
     expected = tokens(engine, prompts, 3)
     for _ in range(2):
-        engine.speculation, engine.model.boundaries = None, ()
+        engine.set_drafter(None)
         assert tokens(engine, prompts, 3) == expected
-        engine.speculate(drafter)
+        engine.set_drafter(drafter)
         assert tokens(engine, prompts, 3) == expected
     # One query token is a bucket in both states.
     buckets = [bucket for bucket in engine.runner.graphs.captured if bucket.queries == 1]
