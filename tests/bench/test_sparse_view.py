@@ -2,14 +2,13 @@
 on timing."""
 
 import dataclasses
-import functools
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from mlaforge.bench import gate, recipe, roof, scenario, summary
+from mlaforge.bench import gate, recipe, roof, summary
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.engine_peer import EnginePeer
 from mlaforge.bench.invariants import Audit
@@ -28,9 +27,7 @@ from mlaforge.planning.plan import plan_of
 pytestmark = pytest.mark.usefixtures("known_roof")
 compiled = pytest.mark.skipif(kernels() is None, reason="no kernel reads a part of the cache")
 
-VIEW = {
-    "specpv_sink": 16, "specpv_retrieval": 32, "specpv_window": 32, "specpv_full_every": 3, "specpv_max_pending": 8,
-}  # fmt: skip
+VIEW = SparseViewConfig(sink=16, retrieval=32, window=32, full_every=3, max_provisional=8)
 SHORT = ["--context", "100,256", "--tokens", "20", "--rounds", "2", "--warm-up", "0", "--device", "cpu", "--scope",
          "cpu", "--cache-fraction", "0.001", "--dtype", "bfloat16"]  # fmt: skip
 
@@ -38,7 +35,7 @@ SHORT = ["--context", "100,256", "--tokens", "20", "--rounds", "2", "--warm-up",
 @pytest.fixture
 def small_view(monkeypatch):
     """Make scenarios use views that fit a tiny model's context."""
-    monkeypatch.setattr(scenario, "EngineConfig", functools.partial(EngineConfig, **VIEW))
+    monkeypatch.setattr(SparseViewConfig, "from_options", lambda *ignored: VIEW)
 
 
 @pytest.fixture
@@ -206,10 +203,10 @@ def test_leaked_requests_and_blocks_end_the_run(bench, tiny_models, monkeypatch,
 
 @pytest.fixture(scope="module")
 def peer(tiny_models):
-    config = resolve(
-        EngineConfig, None, dtype="bfloat16", device="cpu", cache_bytes=4 << 20, num_speculative_tokens=3, **VIEW
-    )
-    engine_peer = EnginePeer(tiny_models["llama"], "llama", None, config, 300, 2)
+    config = resolve(EngineConfig, None, dtype="bfloat16", device="cpu", cache_bytes=4 << 20, num_speculative_tokens=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SparseViewConfig, "from_options", lambda *ignored: VIEW)
+        engine_peer = EnginePeer(tiny_models["llama"], "llama", None, config, 300, 2)
     yield engine_peer
     engine_peer.close()
 

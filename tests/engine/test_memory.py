@@ -108,6 +108,6 @@ def test_memory_of_speculation_is_counted(tiny_models, tmp_path):
     head = saved(tmp_path / "head")
     with_head = weights_of(model, speculative=str(head))
     assert with_head > plain
-    rounded = weights_of(model, speculative="ngram", specpv="lossless", specpv_dtype="int8")
+    rounded = weights_of(model, speculative="ngram", specpv=True, specpv_dtype="int8")
     embedding = 260 * 64 * torch.bfloat16.itemsize
     assert rounded == plain + weights_of(model, dtype="int8") - embedding

@@ -111,7 +111,7 @@ GREEDY, SEEDED = {"temperature": 0.0}, {"seed": 3}
 
 @pytest.mark.parametrize(
     ("way", "params"),
-    [("copies", SEEDED), ("a head", GREEDY), ("a tree", SEEDED), ("lossless", GREEDY), ("lossy", SEEDED)],
+    [("copies", SEEDED), ("a head", GREEDY), ("a tree", SEEDED), ("a sparse view", GREEDY), ("a sparse view", SEEDED)],
     ids=str,
 )
 def test_drafts_do_not_hide_non_finite_logits(way, params, overflowing, tmp_path):
@@ -125,7 +125,7 @@ def test_drafts_do_not_hide_non_finite_logits(way, params, overflowing, tmp_path
     elif way == "a tree":
         branch(llm.engine, llm.engine.speculation.drafter)
     elif not head:
-        partly(llm.engine, PromptLookupDrafter(), specpv=way, specpv_dtype="model")
+        partly(llm.engine, PromptLookupDrafter(), dtype="model")
     watch(llm.engine)
     how = SamplingParams(**{"max_tokens": NEW, "ignore_eos": True, **params})
     # Drafts are made of a loop, and the token stands in it.
@@ -189,8 +189,8 @@ def test_overflowing_head_changes_no_token(params, tree, tiny_models, tmp_path):
     how = SamplingParams(**{"max_tokens": NEW, "ignore_eos": True, **params})
     plain = llm.generate([[*range(3, 40)]], SamplingParams(**{**vars(how), "speculate": False}))[0].outputs[0].token_ids
     drafter = llm.engine.speculation.drafter
-    head = drafter.head
-    drafter.head = lambda hidden: torch.full_like(head(hidden), torch.nan)
+    logits = drafter.head.logits
+    drafter.head.logits = lambda hidden: torch.full_like(logits(hidden), torch.nan)
     token_ids = llm.generate([[*range(3, 40)]], how)[0].outputs[0].token_ids
     assert len(token_ids) == NEW and (token_ids == plain or "seed" in params)
     assert all(0 <= token < 260 for token in token_ids)

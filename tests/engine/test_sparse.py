@@ -175,7 +175,7 @@ def test_every_draft_has_its_own_selection(sparse):
 
 def test_lookup_drafts_are_as_long_as_on_dense_models(sparse):
     speculation = engine(sparse("llama", "latent"), speculative="ngram").engine.speculation
-    assert speculation.lookup.max_tokens == 8
+    assert speculation.policy.lookup_tokens == 8
 
 
 @pytest.mark.parametrize("layout", ["gqa", "latent"])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mlaforge.engine.speculation.drafter import Draft
+from mlaforge.engine.speculation.drafter import Draft, Drafter
 
 
-class Knowing:
+class Knowing(Drafter):
     """Proposes the continuation of a known text; each token is correct with probability `right`, else random."""
-
-    boundaries: tuple[int, ...] = ()
 
     def __init__(self, texts: list[list[int]], right: float = 1.0, vocab_size: int = 256, seed: int = 0):
         self.texts, self.right, self.vocab_size = texts, right, vocab_size
@@ -33,10 +31,8 @@ class Knowing:
         raise AssertionError("nothing was captured")
 
 
-class Drawing:
+class Drawing(Drafter):
     """Samples each token from a known q: a softmax of random numbers over a few tokens."""
-
-    boundaries: tuple[int, ...] = ()
 
     def __init__(self, tokens: list[int], vocab_size: int, seed: int = 0):
         self.tokens, self.vocab_size = torch.tensor(tokens), vocab_size

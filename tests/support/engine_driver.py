@@ -168,7 +168,7 @@ def renew(
             units = groups[layer.group].num_blocks * block_size // rows.format.tokens
             cache.rows[index] = dataclasses.replace(rows, packed=rows.packed[:units])
             engine.model.layers[index].attention.bind_cache(cache.rows[index])
-    engine.tables = BlockTables(groups, block_size, caching)
+    engine.tables = engine._builder.tables = BlockTables(groups, block_size, caching)
     engine.scheduler = Scheduler(engine.tables, max_num_seqs, max_step, engine.scheduler.replays)
     poison(engine)
 

@@ -1,38 +1,43 @@
 """Engines that draft, and the statistics of what comes out."""
 
 import dataclasses
-import itertools
 from collections import Counter
 
 import pytest
 
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.sparse_view import SparseViewDrafter
+from mlaforge.engine.speculation.sparse_view import SparseViewConfig
 
 CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent")]
 
 
 def speculate(engine, drafter, count=3, adaptive=False, prompt_lookup=False):
-    engine.config = dataclasses.replace(engine.config, num_speculative_tokens=count, adaptive_speculation=adaptive)
-    engine.speculate(drafter, prompt_lookup)
+    engine.set_drafter(
+        drafter, count, prompt_lookup, adaptive_speculation=adaptive, specpv=False, speculative_tree_tokens=0
+    )  # fmt: skip
     return engine
 
 
-# A partial view of a few tokens.
-SMALL = {
-    "specpv_sink": 16,
-    "specpv_retrieval": 32,
-    "specpv_window": 32,
-    "specpv_full_every": 3,
-    "specpv_max_pending": 9,
-}
+# A sparse view of a few tokens.
+SMALL = SparseViewConfig(retrieval=32, window=32, full_every=3, max_provisional=9)
 
 
-def partly(engine, drafter, count=3, prompt_lookup=False, **options):
-    """The engine, which judges what `drafter` proposes under partial views first."""
-    engine.config = dataclasses.replace(engine.config, **{"specpv": "lossless", **SMALL, **options})
-    speculate(engine, drafter, count, prompt_lookup=prompt_lookup)
-    assert isinstance(engine.speculation.sparse_view, SparseViewDrafter)
+class AnyLength(SparseViewConfig):
+    """A view that is used for short texts too, even where it holds all of their tokens."""
+
+    min_length = 1
+
+
+# A view that leaves out most of a short text, and so agrees to wrong tokens at times.
+NARROW = AnyLength(sink=1, retrieval=0, window=16, full_every=2, max_provisional=3)
+
+
+def partly(engine, drafter, count=3, prompt_lookup=False, adaptive=False, dtype="auto", base=SMALL, **view):
+    """Verify what `drafter` proposes under small sparse views first; return the engine's speculation."""
+    engine.set_drafter(
+        drafter, count, prompt_lookup, dataclasses.replace(base, **view), specpv=True, specpv_dtype=dtype,
+        adaptive_speculation=adaptive, speculative_tree_tokens=0,
+    )  # fmt: skip
     return engine.speculation
 
 
@@ -55,11 +60,15 @@ HOW = {
 
 
 def drawn(llm, prompt, vocabulary, length):
-    """How often each continuation of so many of these tokens came, of 600 draws at temperature 2."""
+    """How often each continuation of so many of these tokens came, of 600 at temperature 2."""
     bias = dict.fromkeys(vocabulary, 100.0)
-    how = SamplingParams(n=300, temperature=2.0, max_tokens=length, ignore_eos=True, logit_bias=bias)
-    outputs = [llm.generate([prompt], dataclasses.replace(how, seed=seed))[0].outputs for seed in range(2)]
-    return Counter(tuple(completion.token_ids) for completion in itertools.chain(*outputs))
+    how = SamplingParams(temperature=2.0, max_tokens=length, ignore_eos=True, logit_bias=bias)
+    counts: Counter[tuple[int, ...]] = Counter()
+    # Requests, because the first step of a continuation has no draft of a head; the first computes the prompt.
+    for seeds in (range(1), range(1, 300), range(300, 600)):
+        outputs = llm.generate([prompt] * len(seeds), [dataclasses.replace(how, seed=seed) for seed in seeds])
+        counts.update(tuple(output.outputs[0].token_ids) for output in outputs)
+    return counts
 
 
 def chi_square(counts, probabilities):
@@ -119,10 +128,9 @@ def check_identities(stats):
 
 
 def branch(engine, drafter, count=3, tree=8, adaptive=False):
-    engine.config = dataclasses.replace(
-        engine.config, num_speculative_tokens=count, speculative_tree_tokens=tree, adaptive_speculation=adaptive
-    )
-    engine.speculate(drafter)
+    engine.set_drafter(
+        drafter, count, False, adaptive_speculation=adaptive, specpv=False, speculative_tree_tokens=tree
+    )  # fmt: skip
     return engine
 
 

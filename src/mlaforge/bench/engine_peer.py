@@ -11,15 +11,14 @@ from mlaforge.bench.decode import decode
 from mlaforge.bench.machine import Memory
 from mlaforge.bench.peer import PLAIN, DoesNotFit, Repetition, Variant
 from mlaforge.bench.replay import Replay
-from mlaforge.engine.config import MAX_DRAFT_TOKENS, EngineConfig
+from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.llm import LLM
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import Drafter
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+from mlaforge.engine.speculation.policy import Policy
 from mlaforge.engine.speculation.sparse_view import SparseViewConfig, sparse_view_format
-from mlaforge.engine.speculation.speculation import Speculation
-from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.ops import native
 from mlaforge.runtime import UserError, resolve_device
 
@@ -41,7 +40,7 @@ class EnginePeer:
         device = resolve_device(config.device)
         config = config.for_device(device)
         assert config.max_num_batched_tokens is not None
-        drafted = max(config.max_draft_tokens, config.specpv_max_pending)
+        drafted = max(config.max_draft_tokens, SparseViewConfig.from_options(config).max_provisional)
         config = dataclasses.replace(
             config, max_model_len=max_length, max_num_seqs=max_batch, adaptive_speculation=False,
             speculative=str(head) if head else "none",
@@ -61,10 +60,10 @@ class EnginePeer:
         # Output of plain decoding, by the hashes of the prompts.
         self.answers: dict[tuple[int, ...], list[list[int]]] = {}
         # Of adaptive variants: what was measured in one repetition is known in the next.
-        self.adapted: dict[Variant, Speculation] = {}
+        self.policies: dict[Variant, Policy] = {}
 
     def close(self) -> None:
-        del self.llm, self.engine, self.head, self.adapted
+        del self.llm, self.engine, self.head, self.policies
 
     def check_room(self, context: int, batch: int, tokens: int) -> None:
         """Raise DoesNotFit if the case exceeds the model's context or the cache."""
@@ -104,28 +103,22 @@ class EnginePeer:
     def set_variant(self, variant: Variant, answers: list[list[int]], prompts: list[list[int]]) -> None:
         """Switch to the drafting of `variant` and reset the counters. answers: token ids that a replay proposes."""
         engine = self.engine
-        engine.speculation, engine.model.boundaries = None, ()
-        if not variant.count:
-            return
-        adaptive = variant.draft == "default"
-        engine.config = dataclasses.replace(
-            engine.config, num_speculative_tokens=None if adaptive else variant.count, specpv=variant.specpv,
-            speculative_tree_tokens=2 * variant.count if variant.draft == "tree" else 0,
-            adaptive_speculation=adaptive,
-        )  # fmt: skip
-        if variant.draft == "ngram":
-            engine.speculate(PromptLookupDrafter())
-        elif variant.draft == "replay":
+        drafter = self.head if variant.count else None
+        if variant.draft == "ngram" or (variant.draft == "default" and drafter is None):
+            drafter = PromptLookupDrafter() if variant.count else None
+        elif variant.count and variant.draft == "replay":
             pairs = enumerate(zip(prompts, answers, strict=True))
-            engine.speculate(Replay({str(index): prompt + answer for index, (prompt, answer) in pairs}))
-        elif adaptive:
-            engine.speculate(self.head or PromptLookupDrafter(MAX_DRAFT_TOKENS), prompt_lookup=True)
-            assert engine.speculation is not None
-            engine.speculation = self.adapted.setdefault(variant, engine.speculation)
-            engine.speculation.stats = SpeculationStats(engine.speculation.controller.max_draft_tokens)
-        else:
-            assert self.head is not None
-            engine.speculate(self.head)
+            drafter = Replay({str(index): prompt + answer for index, (prompt, answer) in pairs})
+        assert drafter is not None or not variant.count
+        adaptive, count = variant.draft == "default", variant.count or None
+        engine.set_drafter(
+            drafter, None if adaptive else count, view=self.view, specpv=variant.specpv != "off",
+            speculative_tree_tokens=2 * variant.count if variant.draft == "tree" else 0, adaptive_speculation=adaptive,
+        )  # fmt: skip
+        if adaptive and engine.speculation is not None:
+            # Repetitions go on with what earlier ones measured, as a server does.
+            policy = self.policies.setdefault(variant, engine.speculation.policy)
+            engine.speculation.policy.resume(policy)
 
     def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> Repetition:
         """See Peer.run. The prompts are computed without a cache, or with that of earlier repetitions under

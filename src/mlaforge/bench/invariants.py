@@ -28,9 +28,10 @@ from mlaforge.bench.peer import Variant
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.runner import Runner
-from mlaforge.engine.speculation.controller import Decision
+from mlaforge.engine.speculation.drafter import TreeDrafter
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
-from mlaforge.engine.speculation.sparse_view import LEAST_PROVISIONAL
+from mlaforge.engine.speculation.policy import Decision
+from mlaforge.engine.speculation.sparse_view import LEAST_PROVISIONAL, SparseView
 from mlaforge.engine.speculation.speculation import Proposal
 from mlaforge.ops import native
 from mlaforge.ops.cache_view import CacheView
@@ -166,20 +167,21 @@ class Audit:
             speculation = self.engine.speculation
             assert speculation is not None
             if self.hook.decoding and proposal.budgets and isinstance(speculation.drafter, EagleDrafter):
-                self.hook.extra_reads += max(map(decision.depth, proposal.budgets)) if decision.tree else 1
+                self.hook.extra_reads += decision.length if isinstance(decision.drafter, TreeDrafter) else 1
+            sparse = isinstance(decision.drafter, SparseView)
             for sequence, room in reserved.items():
                 params = sequence.request.params
                 remaining = min(
                     params.max_tokens - sequence.state.generated - 1,
                     self.engine.max_model_len - len(sequence.token_ids) - 1,
                 )
-                # Under partial verification the controller adapts the number of pending tokens.
-                limit = speculation.controller.max_tokens
-                expected = max(0, min(min(limit, LEAST_PROVISIONAL) if decision.sparse_view else limit, remaining))
+                # Under partial verification the number of pending tokens adapts.
+                limit = speculation.policy.max_tokens
+                expected = max(0, min(min(limit, LEAST_PROVISIONAL) if sparse else limit, remaining))
                 self.drafts["expected"] += expected > 0
                 self.drafts["disabled"] += room < expected
                 draft = proposal.drafts.get(sequence)
-                required = min(room, LEAST_PROVISIONAL) if decision.sparse_view else room
+                required = min(room, LEAST_PROVISIONAL) if sparse else room
                 self.drafts["empty"] += room > 0 and (draft is None or len(draft.token_ids) < required)
             return proposal
 

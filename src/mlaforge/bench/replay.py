@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlaforge.engine.speculation.drafter import Draft
+from mlaforge.engine.speculation.drafter import Draft, Drafter
 
 
-class Replay:
+class Replay(Drafter):
     """Propose the true continuation. texts: request id -> token ids of prompt and answer."""
-
-    boundaries: tuple[int, ...] = ()
 
     def __init__(self, texts: dict[str, list[int]]):
         self.texts = texts
@@ -23,6 +21,3 @@ class Replay:
             draft = self.texts[sequence.request.id][length : length + count]
             drafts.append(Draft(draft) if draft else None)
         return drafts
-
-    def observe(self, starts: Any, states_NS: Any) -> None:
-        """Ignored: the drafts do not depend on hidden states."""

@@ -34,7 +34,8 @@ from mlaforge.drafting.config import DraftCompareConfig
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Chunk, make_batch
-from mlaforge.engine.speculation.eagle3 import EagleDrafter, head_format
+from mlaforge.engine.execution.draft_head import head_format
+from mlaforge.engine.speculation.eagle3 import EagleDrafter
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.runtime import UserError, resolve_device
 

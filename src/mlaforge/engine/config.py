@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 ENGINE_DTYPES = (*DTYPES, "int8", "int4")
 # Formats of cached rows.
 CACHE_DTYPES = ("auto", *format_names())
-# Whether a sparse view of the cache verifies drafted tokens first.
-SPECPV = ("off", "lossless", "lossy")
 # max_num_batched_tokens and cache_fraction by the device's type. A CPU shares its memory with other programs, and
 # longer chunks gain nothing there (docs/engine.md); on a GPU every chunk reads all weights and experts once more.
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -86,19 +84,13 @@ class EngineConfig(Options):
         0, "where one sequence runs alone, verify a tree with this many of a head's likeliest tokens, no deeper than "
         "num-speculative-tokens; 0 for a chain", "tokens", least=0, most=MAX_TREE_TOKENS,
     )  # fmt: skip
-    specpv: str = option(
-        "off", "at long context verify drafted tokens with a sparse view of the cache first, and with the full cache "
-        "now and then; lossless: the full cache verifies all tokens; lossy: tokens that the sparse view accepted stay, "
-        "as in the paper",
-        choices=SPECPV,
+    specpv: bool = option(
+        False, "at long context verify drafted tokens with a sparse view of the cache first, then all of them with the "
+        "whole cache: lossless",
     )  # fmt: skip
-    specpv_sink: int = option(16, "first tokens of a sparse view", "tokens", least=1)
     specpv_retrieval: int = option(
         1024, "tokens of a sparse view that the last full step attended to most", "tokens", least=0
     )
-    specpv_window: int = option(256, "newest tokens of a sparse view", "tokens", least=16)
-    specpv_full_every: int = option(6, "sparse-view steps before a full one", "steps", least=1)
-    specpv_max_pending: int = option(16, "most provisional tokens before a full step", "tokens", least=1, most=64)
     specpv_dtype: str = option(
         "auto", "weights of sparse-view steps, which full steps verify: the model's, or a quantized copy; auto: int4 "
         "for a bfloat16 model without experts on a CPU that multiplies int8, else the model's",

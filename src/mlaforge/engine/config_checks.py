@@ -45,13 +45,10 @@ def check_config(config: EngineConfig, device: torch.device) -> EngineConfig:
         )
     if tree and config.speculative in ("none", "ngram"):
         raise UserError(f"speculative = {config.speculative!r} drafts no trees; speculative_tree_tokens needs a head")
-    if config.specpv != "off" and config.speculative == "none":
-        raise UserError(f"specpv = {config.specpv} verifies drafted tokens; speculative must be ngram or a head")
-    if config.specpv != "off" and unit > 1:
-        raise UserError(
-            f"specpv = {config.specpv} reads tokens one by one, and kv_cache_dtype {cache_dtype} packs several; "
-            "use int8"
-        )
+    if config.specpv and config.speculative == "none":
+        raise UserError("specpv verifies drafted tokens; speculative must be ngram or a head")
+    if config.specpv and unit > 1:
+        raise UserError(f"specpv reads tokens one by one, and kv_cache_dtype {cache_dtype} packs several; use int8")
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise UserError(
             f"max_num_batched_tokens = {config.max_num_batched_tokens} must be at least max_num_seqs = "

@@ -11,21 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlaforge.checkpoint.converted_config import is_sparse
-from mlaforge.checkpoint.eagle3 import check_head, read_head
 from mlaforge.checkpoint.source_model import SourceModel
-from mlaforge.engine.cache.block_tables import BlockTables
-from mlaforge.engine.cache.device_tables import DeviceTables
-from mlaforge.engine.cache.kv_cache import Cache
+from mlaforge.engine.builder import Builder
 from mlaforge.engine.config import EngineConfig
-from mlaforge.engine.config_checks import check_config, check_deterministic
-from mlaforge.engine.execution.attention import make_paged_attention
 from mlaforge.engine.execution.batch import make_batch
-from mlaforge.engine.execution.model import EngineModel, choose_format
 from mlaforge.engine.execution.nvtx import span
-from mlaforge.engine.execution.runner import Runner
-from mlaforge.engine.execution.step_bytes import StepBytesModel
-from mlaforge.engine.memory import cache_layout
 from mlaforge.engine.request import grammar_wait
 from mlaforge.engine.request.ends import end_token_ids
 from mlaforge.engine.request.output import Completion, NonFiniteLogits, RequestOutput
@@ -37,20 +27,15 @@ from mlaforge.engine.sampling.grammar import Grammars
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.sampling.sampler import Sampler
 from mlaforge.engine.sampling.state import SamplingState
-from mlaforge.engine.scheduler import Scheduler, SchedulerOutput
-from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
+from mlaforge.engine.scheduler import SchedulerOutput
 from mlaforge.engine.speculation.drafter import Drafter
-from mlaforge.engine.speculation.eagle3 import EagleDrafter
-from mlaforge.engine.speculation.lookup import PromptLookupDrafter
-from mlaforge.engine.speculation.sparse_view import SparseViewDrafter, sparse_view_format
+from mlaforge.engine.speculation.policy import Decision
+from mlaforge.engine.speculation.sparse_view import SparseViewConfig
 from mlaforge.engine.speculation.speculation import Proposal, Speculation
 from mlaforge.engine.speculation.verification import Verified, verify
 from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts, read_prompt_logprobs
-from mlaforge.families.spec import ModelSpec
-from mlaforge.modeling.eagle3 import Eagle3Head
-from mlaforge.ops.token_selection import KEY_TILE
-from mlaforge.runtime import UserError, log, on_device, resolve_device
+from mlaforge.runtime import UserError, log, on_device
 
 
 class Engine:
@@ -61,124 +46,43 @@ class Engine:
     """
 
     def __init__(self, model: str | Path | SourceModel, config: EngineConfig | None = None):
-        config = config or EngineConfig()
-        self.device = resolve_device(config.device)
-        config = check_config(config, self.device)
-        block_size, step_tokens = config.block_size, config.max_num_batched_tokens
-        assert block_size is not None and step_tokens is not None
-        source = SourceModel.open(model).with_selection(config.dense, config.topk)
-        if is_sparse(source.config) and block_size % KEY_TILE:
-            raise UserError(f"block_size = {block_size} must be a multiple of {KEY_TILE} for a sparse model")
-        self.config, self.model_name = config, source.path.name
-        self.tokenizer = source.tokenizer
-        spec = source.spec
-        format = choose_format(config.dtype, source, self.device)
-        if config.deterministic:
-            check_deterministic(format)
-        self.model = EngineModel(source, format, self.device)
-        self.vocab_size = spec.vocab_size
-        self.max_model_len = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
+        self._builder = build = Builder(model, config or EngineConfig())
+        self.config, self.device, source = build.config, build.device, build.source
+        self.model_name, self.tokenizer = source.path.name, source.tokenizer
+        self.vocab_size, self.max_model_len = source.spec.vocab_size, build.max_model_len
         self.eos_token_ids = end_token_ids(source)
         # For callers, which set what a request leaves unset. `add` uses SamplingParams as they are.
         self.sampling_defaults = sampling_defaults(
-            source.generation_config if config.generation_config == "auto" else {}
+            source.generation_config if self.config.generation_config == "auto" else {}
         )
-
-        head = self._read_head(spec) if config.speculative not in ("none", "ngram") else None
-        layers, groups = cache_layout(self.model, head, config, self.max_model_len, self.model_name)
-        # CUDA graphs write the padding rows of a batch to a scratch block, which is not part of the budget.
-        num_scratch = 1 if self.device.type == "cuda" else 0
-        self.cache = Cache(layers, groups, block_size, self.model.dtype, self.device, num_scratch)
-        # A CPU reads the tables that the host builds. For other devices a step uploads the changes of the tables.
-        self.tables = (
-            BlockTables(groups, block_size, config.prefix_caching)
-            if self.device.type == "cpu"
-            else DeviceTables(groups, block_size, config.prefix_caching, device=self.device)
-        )
-        self._layers = layers
-        self._load(self.model)
-        # A sequence ends before it outgrows the cache, as at the end of the context.
-        full = [group.num_blocks for group in groups if group.window is None]
-        if full and min(full) * block_size < self.max_model_len:
-            self.max_model_len = min(full) * block_size
-            log(f"context limited to {self.max_model_len} tokens, the size of the cache; see --cache-bytes")
-        self.runner = Runner(self.model, self.cache.scratch, config.max_num_seqs)
-        self.step_bytes = self._step_bytes(self.model)
-        self._source, self._runners = source, {self.model.format: (self.model, self.runner)}
-        # Sparse and latent layers compute prompt tokens and generated ones in different forms.
-        replays = is_sparse(source.config) or any(layer.kind != "gqa" for layer in layers)
-        self.scheduler = Scheduler(self.tables, config.max_num_seqs, step_tokens, replays)
-        self.sampler = Sampler()
-        self.grammars = Grammars(self.tokenizer, self.eos_token_ids)
+        self.model, self.runner, self.cache, self.tables = build.model, build.runner, build.cache, build.tables
+        self.step_bytes, self.scheduler = build.step_bytes(build.model), build.scheduler()
+        self.sampler, self.grammars = Sampler(), Grammars(self.tokenizer, self.eos_token_ids)
         self.speculation: Speculation | None = None
-        if head is not None:
-            group = len(groups) - 1
-            self.speculate(EagleDrafter(
-                head, self.model, self.cache.rows[-1],
-                lambda chunks: make_batch(chunks, self.tables, self.device, (group,)), self.runner.graphs,
-            ), prompt_lookup=config.adaptive_speculation)  # fmt: skip
-        elif config.speculative == "ngram":
-            self.speculate(self._lookup_drafter(), prompt_lookup=config.adaptive_speculation)
+        self.set_drafter(build.drafter())
         self._sequence_numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._stats = EngineStats(cache_blocks=self.tables.num_blocks, cache_bytes=self.cache.bytes)
 
-    def _sparse_view_runner(self) -> tuple[EngineModel, Runner]:
-        """The model of sparse-view steps and its runner, on the same cache: this model, or a copy with quantized
-        weights."""
-        format = sparse_view_format(self.config, self.model)
-        if format not in self._runners:
-            model = EngineModel(self._source, format, self.device)
-            self._load(model)
-            model.embedding = self.model.embedding
-            self._runners[format] = model, Runner(model, self.cache.scratch, self.config.max_num_seqs)
-        return self._runners[format]
+    def set_drafter(
+        self, drafter: Drafter | None, num_tokens: int | None = None, prompt_lookup: bool | None = None,
+        view: SparseViewConfig | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """Draft up to `num_tokens` tokens with `drafter` from the next step on; None: draft nothing.
 
-    def _step_bytes(self, model: EngineModel) -> StepBytesModel:
-        return StepBytesModel(model, self._layers, [group.window for group in self.tables.groups])
-
-    def _load(self, model: EngineModel) -> None:
-        """Load the model's weights, with its attention on this engine's cache."""
-        layers, rows, specs = self._layers, self.cache.rows, model.spec.layers
-        model.load(lambda index, attention: make_paged_attention(
-            attention, layers[index].kind, layers[index].group, rows[index], specs[index].sinks, model.format
-        ))  # fmt: skip
-
-    def _read_head(self, spec: ModelSpec) -> Eagle3Head:
-        directory = Path(self.config.speculative)
-        if not directory.is_dir():
-            raise UserError(
-                f"speculative = {self.config.speculative!r} must be none, ngram, or the directory of an EAGLE-3 head"
-            )
-        head = read_head(directory, spec.num_layers)
-        check_head(head.config, spec.hidden_size, spec.vocab_size)
-        return head
-
-    def _lookup_drafter(self) -> PromptLookupDrafter:
-        return PromptLookupDrafter(self.config.max_lookup_tokens)
-
-    def speculate(self, drafter: Drafter, prompt_lookup: bool = False) -> None:
-        """Use `drafter` from the next step on; `prompt_lookup`: drafts by prompt lookup go first.
+        prompt_lookup  drafts by prompt lookup go first; by default where speculation is adaptive
+        view           tokens of sparse-view steps, instead of those that the options give
+        options        speculation options of EngineConfig, which replace the engine's from now on
 
         A drafter that reads captured states must be set before the first request: it lacks the states of tokens that
         were computed earlier."""
-        config = self.config
-        self.model.boundaries = drafter.boundaries
-        sparse_view = None
-        if config.specpv != "off":
-            model, runner = self._sparse_view_runner()
-            model.boundaries = drafter.boundaries
-            sparse_view = SparseViewDrafter(
-                config, drafter, model, runner, self._step_bytes(model), self.tables, self.cache
-            )
-        lookup = None
-        if prompt_lookup:
-            lookup = drafter if isinstance(drafter, PromptLookupDrafter) else self._lookup_drafter()
-        controller = Controller(
-            config.max_draft_tokens, config.adaptive_speculation, config.speculative_tree_tokens, sparse_view,
-            lookup.max_tokens if lookup else 0,
-        )  # fmt: skip
-        self.speculation = Speculation(drafter, controller, lookup)
+        if num_tokens is not None:
+            options["num_speculative_tokens"] = num_tokens
+        self.config = config = dataclasses.replace(self.config, **options)
+        self.speculation, self.model.boundaries = None, ()
+        if drafter is not None:
+            lookup = config.adaptive_speculation if prompt_lookup is None else prompt_lookup
+            self.speculation = self._builder.speculation(drafter, config, lookup, view)
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         """Queue a request. Raises UserError, without any effect, where the request can never run.
@@ -261,13 +165,13 @@ class Engine:
         """Compute one step and return the new outputs per request. engine/step.py has the phases."""
         speculation, queue, began = self.speculation, self.scheduler, time.perf_counter()
         failed = [self._fail(request, reason) for request, reason in grammar_wait.resume(queue.running).items()]
-        decision = speculation.controller.decide(queue.running, bool(queue.waiting)) if speculation else NO_DRAFT
+        decision = speculation.policy.decide(queue.running, bool(queue.waiting)) if speculation else Decision()
         scheduled = queue.schedule(decision.tokens)
         if not scheduled.chunks:
             grammar_wait.resume(queue.running, grammar_wait.IDLE_SECONDS)
             return failed
         grammar_wait.start_compilation(sequence for sequence, _ in scheduled.chunks)
-        settled = self._settle(self._draw(self._compute(self._propose(decision, scheduled)), began))
+        settled = self._settle(self._draw(self._compute(self._propose(decision, scheduled)), began), began)
         outputs = self._make_outputs(self._commit(settled))
         return failed + outputs + [self._fail_non_finite(request) for request in settled.non_finite]
 
@@ -297,16 +201,10 @@ class Engine:
         """Run the model on every sequence's chunk, with its draft."""
         step_parts = parts(proposal)
         batch = make_batch([part.chunk for part in step_parts], self.tables, self.device)
-        # Undecided steps included: a prompt may end whose drafts are verified in sparse-view steps later.
-        speculation = self.speculation
-        sparse_view = speculation.sparse_view if speculation and proposal.decision.sparse_view is not False else None
-        ends = [(part.sequence, min(part.chunk.stop, len(part.sequence.token_ids))) for part in step_parts]
-        if sparse_view is not None:
-            batch = dataclasses.replace(batch, probe=sparse_view.probe(ends))
+        if proposal.probe is not None:
+            batch = dataclasses.replace(batch, probe=proposal.probe)
         # Hidden states, then the captured states.
         hidden_and_states_NX = self.runner(batch)
-        if sparse_view is not None and batch.probe is not None:
-            sparse_view.record_attention(ends, batch.probe)
         self._stats.steps += 1
         self._stats.computed_tokens += len(hidden_and_states_NX)
         read = self.step_bytes((len(part.rows), part.chunk.stop, part.chunk.stop) for part in step_parts)
@@ -366,9 +264,9 @@ class Engine:
         self._stats.generated_tokens += sum(len(result.completion.token_ids) for result in verified)
         return dict(zip(sequences, verified, strict=True))
 
-    def _settle(self, drawn: Drawn) -> Settled:
+    def _settle(self, drawn: Drawn, began: float) -> Settled:
         """Move the rows of a tree's accepted path together, and show the step to the drafter, while the step holds all
-        of its blocks and they are not yet published."""
+        of its blocks and they are not yet published. `began`: start of the step."""
         computed, speculation = drawn.computed, self.speculation
         for part in computed.parts:
             part.sequence.computed = drawn.length(part)
@@ -379,14 +277,13 @@ class Engine:
             starts = [
                 (s, part.chunk.start) for part in computed.parts if part.chunk.start < (s := part.sequence).computed
             ]
-            if speculation.drafter.boundaries and starts:
-                speculation.drafter.observe(starts, drawn.states())
+            speculation.observe(starts, drawn.states() if self.model.boundaries else None)
             decoded = [
                 (part.sequence, drawn.verified[part.sequence]) for part in computed.parts
                 if part.decoding and not part.sequence.waiting_for_grammar
             ]  # fmt: skip
-            rows = len(computed.hidden_NC) if len(decoded) == len(sequences) else None
-            speculation.record(computed.proposal, decoded, drawn.at, rows, computed.read)
+            alone = len(decoded) == len(sequences)
+            speculation.record(computed.proposal, decoded, began, drawn.at, alone, computed.read)
         ended = drawn.non_finite
         return Settled(
             [sequence for sequence in sequences if sequence.request not in ended],

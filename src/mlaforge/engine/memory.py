@@ -18,9 +18,9 @@ from mlaforge.engine.cache.kv_cache import (
     size_groups,
 )
 from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.execution.draft_head import head_cache, head_format
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.weight_bytes import weight_bytes
-from mlaforge.engine.speculation.eagle3 import head_cache, head_format
 from mlaforge.engine.speculation.sparse_view import sparse_view_format
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops import native
@@ -74,7 +74,7 @@ def _weights(model: EngineModel, head: Eagle3Head | None, config: EngineConfig, 
     if head is not None:
         total += weight_bytes(head, head_format(format, model.device), model.device)
     if (
-        config.specpv != "off"
+        config.specpv
         and format == model.format
         and (sparse_view_weights := sparse_view_format(config, model)) != format
     ):

@@ -20,9 +20,9 @@ from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.engine.execution.bucket import QUERIES, Bucket, bucket_of, fill, padded
+from mlaforge.engine.execution.draft_graphs import DraftGraphs
 from mlaforge.engine.execution.graphs import Graphs
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.draft_graph import DraftGraphs
 from support.drafters import Branching, Knowing
 from support.eagle3_heads import HEADS, saved
 from support.padded_steps import eager_and_padded
@@ -339,7 +339,7 @@ def test_replayed_drafts_equal_eager_drafts(models, head, tmp_path, monkeypatch)
             return drafted[-1]
 
         monkeypatch.setattr(drafter, "propose", propose)
-    monkeypatch.setattr(drafter.attention, "capturable", lambda view: True)
+    monkeypatch.setattr(drafter.head.attention, "capturable", lambda view: True)
     drafter.graphs = DraftGraphs(drafter._drafted, capture, engine.cache.scratch[-1], engine.config.max_num_seqs)
     assert tokens(engine, prompts, 12) == tokens(eager, prompts, 12)
     chains = [[[draft.token_ids for draft in step] for step in drafts[one]] for one in (engine, eager)]
@@ -421,9 +421,9 @@ def test_an_engine_with_graphs_gets_a_draft_head(models, tmp_path):
     drafter, prompts = engine.speculation.drafter, prompts_of(3, 1)
     expected = tokens(engine, prompts, 3)
     for _ in range(2):
-        engine.speculation, engine.model.boundaries = None, ()
+        engine.set_drafter(None)
         assert tokens(engine, prompts, 3) == expected
-        engine.speculate(drafter)
+        engine.set_drafter(drafter)
         assert tokens(engine, prompts, 3) == expected
     # One query token is a bucket in both states.
     buckets = [bucket for bucket in engine.runner.graphs.captured if bucket.queries == 1]

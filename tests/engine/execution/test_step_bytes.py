@@ -62,7 +62,7 @@ def test_sparse_view_steps_read_a_part(tiny_models):
     """What is counted of them, from what ran."""
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, speculative="ngram")
     engine, (prompt,) = llm.engine, random_prompts(300)
-    partial = partly(engine, engine.speculation.drafter, specpv_dtype="int8").sparse_view
+    partial = partly(engine, engine.speculation.drafter, dtype="int8").sparse_view
     ran = []
     runner = partial.runner
     partial.runner = lambda batch: ran.append(batch) or runner(batch)
@@ -73,7 +73,7 @@ def test_sparse_view_steps_read_a_part(tiny_models):
     row = sum(2 * layer.num_kv_heads * layer.head_dim * 2 for layer in spec.layers)
     assert len(ran) == stats.sparse_steps > 2
     assert stats.sparse_cache_bytes == row * sum(batch.sparse_views[0].counts[0] for batch in ran)
-    assert max(batch.sparse_views[0].counts[0] for batch in ran) < 16 + 32 + 32 + SMALL["specpv_max_pending"] * 3
+    assert max(batch.sparse_views[0].counts[0] for batch in ran) < 16 + 32 + 32 + SMALL.max_provisional * 3
     assert stats.sparse_weight_bytes * BITS["bfloat16"] == pytest.approx(
         len(ran) * engine.step_bytes([(1, 1, 1)]).weights * BITS["int8"]
     )

@@ -1,59 +1,106 @@
-"""Copied drafts: what followed the newest tokens before, ahead of what a drafter proposes; tokens stay the same."""
+"""Prompt lookup: what followed the newest tokens before, alone and ahead of what another drafter proposes."""
 
 import dataclasses
-import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.lookup import MAX_NGRAM, PromptLookupDrafter
+from mlaforge.engine.speculation.lookup import MAX_NGRAM, MIN_NGRAM, PromptLookupDrafter, _NgramIndex, proposals
 from mlaforge.runtime import UserError
-from support.drafters import Drawing, Knowing
+from support.drafters import Knowing
 from support.eagle3_heads import saved
-from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
-from support.speculating import (
-    HOW,
-    check_identities,
-    chi_square,
-    deviations,
-    drawn,
-    outcomes,
-    partly,
-    speculate,
-    tokens,
-)
+from support.engine_driver import greedy, idle, random_prompts, watched
+from support.speculating import check_identities, partly, speculate, tokens
 
 
 class Text:
     """What of a sequence prompt lookup reads."""
 
-    original = None
-
-    def __init__(self, token_ids):
-        self.token_ids = token_ids
+    def __init__(self, token_ids, original=None):
+        self.token_ids, self.original = list(token_ids), original
 
 
-def test_confident_drafts_need_the_longest_match():
-    run = list(range(10, 10 + MAX_NGRAM))
-    lookup = PromptLookupDrafter(8)
-    assert lookup.propose_confident(Text([*run, 1, 2, 3, 4, *run]), 3, 0.0).token_ids == [1, 2, 3]
-    assert lookup.propose_confident(Text([*run[1:], 1, 2, 3, 4, 5, *run[1:]]), 3, 0.0) is None
-    assert (
-        lookup.propose_confident(Text([*run, 1, 2, 3]), 3, 0.0) is None
-        and lookup.propose_confident(Text([*run, *run]), 0, 0.0) is None
-    )
+def looked_up(token_ids, count):
+    """What prompt lookup means, by search."""
+    for length in range(MAX_NGRAM, MIN_NGRAM - 1, -1):
+        for end in range(len(token_ids) - 1, length - 1, -1):
+            if token_ids[end - length : end] == token_ids[-length:]:
+                copied = token_ids[end:]
+                while len(copied) < count:
+                    copied = copied + copied
+                return copied[:count]
+    return None
 
 
-def test_draft_ends_where_acceptance_is_too_low():
-    """By what became of earlier ones: places that were refused so far are not copied again."""
-    lookup, text = PromptLookupDrafter(8), Text([*range(20), *range(4)])
-    assert lookup.propose_confident(text, 8, 0.0).lookup_tokens == 8
-    lengths = []
-    for accepted in (8, 2):
-        for _ in range(60):
-            lookup.acceptance.record(8, accepted)
-        lengths.append(lookup.propose_confident(text, 8, 0.3).lookup_tokens)
-    assert lengths == [8, 2] and lookup.propose_confident(text, 8, 0.999) is None
+def proposed(drafter, text, count):
+    (draft,) = drafter.propose([(text, count)], 0.0)
+    return draft and draft.token_ids
+
+
+few = st.integers(0, 3)
+
+
+@given(
+    start=st.lists(few, min_size=1, max_size=30),
+    turns=st.lists(st.tuples(
+        st.lists(st.lists(few, min_size=1, max_size=4), max_size=4), st.lists(few, min_size=1, max_size=5),
+        st.booleans(),
+    ), max_size=6),
+)  # fmt: skip
+def test_equals_a_linear_search(start, turns):
+    """Also of copies that run ahead of a text step by step by tokens that it then gets or does not, whether the text is
+    looked up itself in between or not."""
+    drafter, text = PromptLookupDrafter(), Text(start)
+    for steps, accepted, alone in turns:
+        assert not alone or proposed(drafter, text, 3) == looked_up(text.token_ids, 3)
+        copy = Text(text.token_ids, text)
+        for provisional in steps:
+            assert proposed(drafter, copy, 5) == looked_up(copy.token_ids, 5)
+            copy.token_ids += provisional
+        text.token_ids += accepted
+    assert proposed(drafter, text, 4) == looked_up(text.token_ids, 4)
+    # A confident draft is the same after the longest match, and none after a shorter one.
+    draft = drafter.propose_confident(text, 4)
+    suffix, earlier = text.token_ids[-MAX_NGRAM:], range(len(text.token_ids) - MAX_NGRAM)
+    if any(text.token_ids[at : at + MAX_NGRAM] == suffix for at in earlier):
+        assert draft.copied and draft.token_ids == looked_up(text.token_ids, 4)
+    else:
+        assert draft is None
+    assert drafter.propose_confident(text, 0) is None
+
+
+def test_prefers_the_latest_occurrence_of_the_longest_match():
+    for token_ids, draft in (
+        ([1, 2, 3, 9, 1, 2], [3, 9, 1]),
+        ([1, 2, 3, 1, 2, 4, 0, 1, 2], [4, 0, 1]),
+        ([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], [3, 8, 1]),
+        # Beyond the end it repeats itself.
+        ([5, 6, 5, 6, 5], [6, 5, 6]),
+        ([1, 2, 3, 4], None),
+    ):
+        assert proposed(PromptLookupDrafter(), Text(token_ids), 3) == draft
+
+
+def test_goes_before_another_drafter_where_it_is_confident():
+    class Asked(Knowing):
+        def propose(self, budgets, min_probability):
+            asked.extend((text, count, min_probability) for text, count in budgets)
+            return super().propose(budgets, min_probability)
+
+    run, asked = [10, 11, 12, 13], []
+    repeated, short, unknown = Text([*run, 1, 2, 3, 4, *run]), Text([11, 12, 13, 1, 2, 11, 12, 13]), Text([5])
+    drafter = Asked([[*short.token_ids, 7, 8, 9]])
+    rooms = [(repeated, 3, 8), (short, 2, 8), (unknown, 5, 1), (Text([6]), 4, 0)]
+    drafts = proposals(drafter, PromptLookupDrafter(), rooms, 8, 0.25)
+    assert {text: (draft.token_ids, draft.copied) for text, draft in drafts.items()} == {
+        repeated: ([1, 2, 3], True), short: ([7, 8], False),
+    }  # fmt: skip
+    assert asked == [(short, 2, 0.25), (unknown, 1, 0.25)]
+    # As long as its acceptance pays, and not at all without a lookup.
+    assert proposals(drafter, PromptLookupDrafter(), rooms[:1], 2, 0.0)[repeated].token_ids == [1, 2]
+    for lookup, longest in ((PromptLookupDrafter(), 0), (None, 8)):
+        assert proposals(drafter, lookup, rooms[:1], longest, 0.0) == {}
 
 
 @pytest.fixture(scope="module")
@@ -61,96 +108,55 @@ def llm(tiny_models):
     return watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, max_num_seqs=8)
 
 
-@pytest.mark.parametrize("way", ["chain", "lossless", "lossy"])
-def test_lookup_goes_first_and_tokens_do_not_change(way, llm):
-    """Of texts of four tokens, where much was said before; under sparse views copies stand behind provisional tokens,
-    and are judged by a full step, in the lossy form too."""
+@pytest.mark.parametrize("sparse_view", [False, True])
+def test_copies_and_drafts_are_counted_apart(sparse_view, llm):
+    """In texts of four tokens much occurred before. Under a sparse view copies are provisional like any draft."""
     prompts = [[20 + token % 4 for token in prompt] for prompt in random_prompts(150, 140, 160)]
     how = greedy(30, logit_bias=dict.fromkeys(range(20, 24), 100.0), repetition_penalty=1.1, frequency_penalty=0.5)
-    wanted = [tokens(output) for output in llm.generate(prompts, dataclasses.replace(how, speculate=False))]
-    knowing = Knowing([prompt + own[0] for prompt, own in zip(prompts, wanted, strict=True)], 0.7)
-    if way == "chain":
-        speculate(llm.engine, knowing, 4, prompt_lookup=True)
+    want = [tokens(output) for output in llm.generate(prompts, dataclasses.replace(how, speculate=False))]
+    knowing = Knowing([prompt + own[0] for prompt, own in zip(prompts, want, strict=True)], 0.7)
+    if sparse_view:
+        partly(llm.engine, knowing, 4, prompt_lookup=True, window=8)
     else:
-        partly(llm.engine, knowing, 4, prompt_lookup=True, specpv=way)
-    speculation, behind = llm.engine.speculation, []
-    propose = speculation.propose
-
-    def watching(decision, chunks):
-        proposal = propose(decision, chunks)
-        behind.extend(d for d in proposal.drafts.values() if d.lookup_tokens and d.sparse_steps)
-        # What an earlier step's sparse-view ones have read is not read again.
-        assert (proposal.sparse_bytes.weights > 0) == any(d.sparse_steps for d in proposal.drafts.values())
-        return proposal
-
-    speculation.propose = watching
-    got = [tokens(output) for output in llm.generate(prompts, how)]
-    assert way == "lossy" or got == wanted
-    stats = speculation.stats
-    assert 0 < stats.lookup_tokens < stats.drafted and stats.lookup_tokens == stats.block()["copied_tokens"]
-    assert bool(behind) == (way == "lossless") and all(len(d.token_ids) > d.lookup_tokens <= 4 for d in behind)
-    assert all(not d.lossy for d in behind) and stats.confirmed <= stats.provisional <= stats.drafted
+        speculate(llm.engine, knowing, 4, prompt_lookup=True)
+    assert [tokens(output) for output in llm.generate(prompts, how)] == want
+    stats = llm.engine.stats().speculation
+    assert (stats.sparse_steps > 0) == sparse_view
+    if not sparse_view:
+        assert 0 < stats.lookup_tokens < stats.drafted and stats.block()["copied_tokens"] == stats.lookup_tokens
     check_identities(stats)
     idle(llm.engine)
 
 
-@pytest.mark.parametrize("name", HOW)
-def test_sampling_parameters_apply(name, llm):
-    """Lookup drafts are not sampled: seeded tokens are those of plain decoding."""
-    if name in ("json", "regex"):
-        pytest.importorskip("llguidance")
-    prompts = [prompt * 3 for prompt in random_prompts(30, 20)]
-    params = SamplingParams(**{"temperature": 1.0, "seed": 7, "max_tokens": 40, "logprobs": 1, **HOW[name]})
-    llm.engine.speculation = None
-    wanted = [output.outputs for output in llm.generate(prompts, params)]
-    speculate(llm.engine, PromptLookupDrafter(), 5, adaptive=True, prompt_lookup=True)
-    assert [output.outputs for output in llm.generate(prompts, params)] == wanted
-    idle(llm.engine)
+def test_indexes_a_token_once(llm, monkeypatch):
+    """However many full and sparse-view steps run: the index of provisional tokens extends the sequence's own."""
+    seen, extend = {True: 0, False: 0}, _NgramIndex.extend
+
+    def counted(self, token_ids):
+        seen[self._prefix is not None] += len(token_ids) - self._length
+        extend(self, token_ids)
+
+    monkeypatch.setattr(_NgramIndex, "extend", counted)
+    prompts = random_prompts(300, 380)
+    stats = partly(llm.engine, PromptLookupDrafter()).stats
+    outputs = llm.generate(prompts, greedy(24))
+    assert stats.sparse_steps >= stats.full_steps >= 8
+    assert 0 < seen[False] <= sum(len(prompt) + len(tokens(o)[0]) for prompt, o in zip(prompts, outputs, strict=True))
+    assert 0 < seen[True] <= stats.provisional
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_sampled_tokens_follow_the_targets_distribution(right, tiny_models):
-    """Draws under sparse views with copies behind them, against their exact probabilities; a wrong copy's q shows."""
-    directory, vocabulary = tiny_models["llama"], [20, 21]
-    # The first drawn token is new behind the three before it; the second then stood there, whichever it is.
-    runs = [[6, 9, *pair, 21, 20, 20, 21, before] for before, pair in enumerate(itertools.product((20, 21), repeat=2))]
-    prompt = [*random_prompts(60)[0], *itertools.chain(*runs), 6, 9]
-    exact = outcomes(Oracle(directory), prompt, 6, vocabulary, 2.0)
-    llm = watched(directory, cache_bytes=16 << 20)
-    renew(llm.engine, 3000, 120, block_size=4, max_step=4096, max_num_seqs=300)
-    narrow = {
-        "specpv_sink": 1, "specpv_retrieval": 0, "specpv_window": 16, "specpv_full_every": 2, "specpv_max_pending": 3,
-    }  # fmt: skip
-    partial = partly(
-        llm.engine, Drawing(vocabulary, 260), 2, prompt_lookup=True, specpv_dtype="model", **narrow
-    ).sparse_view
-    propose, behind = partial.propose, []
-
-    def watching(*asked):
-        drafts = propose(*asked)
-        for draft in drafts.values():
-            if draft.lookup_tokens and draft.q_KV is not None:
-                behind.append(draft.q_KV[-draft.lookup_tokens :].amax(-1))
-                # As if a copy had been a draw that might have been another.
-                draft.q_KV[-draft.lookup_tokens :] *= 1.0 if right else 0.5
-        return drafts
-
-    partial.propose = watching
-    counts = drawn(llm, prompt, vocabulary, 6)
-    assert len(behind) > 100 and all((own == 1).all() for own in behind)
-    far = deviations(*chi_square(counts, exact))
-    assert far < 3.5 if right else far > 5
-
-
-def test_lookup_is_on_with_a_head_and_limited_by_num_speculative_tokens(tiny_models, tmp_path):
-    head = str(saved(tmp_path / "head"))
-    for options, copied in (
-        ({}, 8), ({"num_speculative_tokens": 2}, 2), ({"adaptive_speculation": False}, None),
-        ({"speculative": "ngram"}, 8),
-    ):  # fmt: skip
-        engine = watched(tiny_models["llama"], cache_bytes=4 << 20, **{"speculative": head, **options}).engine
-        lookup, controller = engine.speculation.lookup, engine.speculation.controller
-        assert (lookup and lookup.max_tokens) == copied and controller.lookup_tokens == (copied or 0)
-        assert controller.max_tokens == options.get("num_speculative_tokens", 3)
+def test_options(tiny_models, tmp_path, refused):
+    """Lookup goes before a head where speculation is adaptive."""
+    head, llama = str(saved(tmp_path / "head")), tiny_models["llama"]
+    two, fixed = {"num_speculative_tokens": 2}, {"adaptive_speculation": False}
+    for options, copied in (({}, 8), (two, 2), (fixed, 0), ({"speculative": "ngram"}, 8)):
+        engine = watched(llama, cache_bytes=4 << 20, **{"speculative": head, **options}).engine
+        policy = engine.speculation.policy
+        assert (policy.lookup is not None, policy.lookup_tokens) == (copied > 0, copied)
+        assert policy.max_tokens == options.get("num_speculative_tokens", 3)
+        assert policy.adaptive == options.get("adaptive_speculation", True)
+    assert engine.speculation.drafter is policy.lookup and isinstance(policy.lookup, PromptLookupDrafter)
+    assert watched(llama).engine.stats().speculation is None
+    refused(("num_speculative_tokens = 9", "at most 8"), "generate", llama, "--num-speculative-tokens", 9)
     with pytest.raises(UserError, match="num_speculative_tokens"):
-        watched(tiny_models["llama"], speculative="ngram", num_speculative_tokens=9)
+        watched(llama, speculative="ngram", num_speculative_tokens=9)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from mlaforge.engine.execution.batch import AttentionProbe, Batch
+from mlaforge.engine.execution.attention_probe import AttentionProbe
+from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.indexer import Selections, make_indexer
 from mlaforge.engine.execution.latent_prompts import attend_prompt
 from mlaforge.engine.execution.linear import fused
@@ -25,7 +25,6 @@ from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.modeling.latent_attention_mla import LatentAttention
 from mlaforge.modeling.rope_mla import RotationTable, rotate
 from mlaforge.ops.absorbed_latents import ABSORB_AND_STORE, UP_PROJECT_VALUES, AbsorbedWeights
-from mlaforge.ops.attention_mass import attention_with_mass, last_query_row, probe_attention_mass
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.coded_rows import PACK_ROWS
 from mlaforge.ops.dispatch import prefers_triton, refresh
@@ -35,7 +34,7 @@ from mlaforge.ops.latent_weights_gpu import GpuLatentWeights
 from mlaforge.ops.packed_attention import OP as PACKED_ATTENTION
 from mlaforge.ops.packed_attention import packed_latent_attention
 from mlaforge.ops.paged_attention import OP as PAGED_ATTENTION
-from mlaforge.ops.paged_attention import apply_sinks, capturable
+from mlaforge.ops.paged_attention import capturable
 from mlaforge.ops.paged_rows import PagedRows, native_reads
 from mlaforge.ops.rope_and_store import OP as ROPE_AND_STORE
 
@@ -142,23 +141,14 @@ class PagedGroupedQueryAttention:
             keys_NF = qkv[:, H * D : (H + G) * D]
             view = self.sparse(keys_NF, qkv, step.rotation_N1P, self.rows, view, step.selections, probe)
             probe = None
-        out_NHD = self._attend(qk_NHD[:, :H], probe, view)
-        return self.o_proj(out_NHD.reshape(N, H * D), residual_NC)
-
-    def _attend(self, q_NHD: Tensor, probe: AttentionProbe | None, view: CacheView) -> Tensor:
-        """Return attention with sinks, [N, H, D]; record to `probe`."""
+        q_NHD = qk_NHD[:, :H]
         if probe is not None:
-            out_NHD, lse_NH, attention_mass = attention_with_mass(
-                q_NHD, self.rows, self.num_kv_heads, view, self.scaling, probe.sequences
-            )
-            probe.layers.append(attention_mass)
-        elif self.k_LGD is not None and self.v_LGD is not None:
-            out: Tensor = self.attend(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling, self.sinks)[0]
-            return out
+            out_NHD = probe.attend(q_NHD, self.rows, G, view, self.scaling, self.sinks)
+        elif self.k_LGD is not None:
+            out_NHD = self.attend(q_NHD, self.k_LGD, self.v_LGD, view, self.scaling, self.sinks)[0]
         else:
-            packed: Tensor = self.attend(q_NHD, self.rows, view, self.scaling, self.sinks)[0]
-            return packed
-        return apply_sinks(out_NHD, lse_NH, self.sinks)
+            out_NHD = self.attend(q_NHD, self.rows, view, self.scaling, self.sinks)[0]
+        return self.o_proj(out_NHD.reshape(N, H * D), residual_NC)
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can capture a step of this layer."""
@@ -223,7 +213,8 @@ class PagedLatentAttention:
         else:
             out_NX = self._by_sequence(self._write(q_kv_NX, step, view), view)
         if probe is not None:
-            probe.layers.append(self._attention_mass(q_kv_NX[:, :-W], step, view, probe.sequences))
+            q_NHD = self._queries(q_kv_NX[:, :-W].to(latent.kv_b_proj.weight.dtype), step)
+            probe.record_latent(latent, q_NHD, self.rows, view)
         return self.o_proj(out_NX.to(normed_NC.dtype), residual_NC)
 
     def _write(self, q_kv_NX: Tensor, step: Step, view: CacheView) -> Tensor:
@@ -248,32 +239,6 @@ class PagedLatentAttention:
         elif latent.qk_norm:
             q_NHD = latent.q_norm(q_NHD)
         return q_NHD
-
-    def _attention_mass(self, q_NX: Tensor, step: Step, view: CacheView, sequences: list[int]) -> list[Tensor]:
-        """As probe_attention_mass. Decompressing every key would cost as much as the step, so for the layout `latent`
-        the key of a block's mean latent, at its middle position, stands for the block's tokens. A partly filled last
-        block gets no mass."""
-        latent, size = self.latent, view.block_size
-        wide = latent.kv_b_proj.weight.dtype
-        q_NHD = self._queries(q_NX.to(wide), step)
-        if latent.rope_dim:
-            q_NHW = latent.absorbed_queries(q_NHD.transpose(0, 1)[None])[0][0].transpose(0, 1)
-            return probe_attention_mass(q_NHW, self.rows, 1, view, latent.scaling, sequences)
-        rows_LW, rows_view = self.rows.decode(view)
-        w_uk, _, b_k, _ = latent.up_projections()
-        attention_mass = []
-        for s in sequences:
-            row_LW = host_view(rows_view).sequence(s, rows_LW)[0][0]
-            L, G = len(row_LW), latent.num_kv_heads
-            mean_BR = row_LW[: L // size * size].view(-1, size, row_LW.shape[1]).mean(1, dtype=wide)
-            at_B = torch.arange(len(mean_BR), device=rows_LW.device) * size + size // 2
-            q_1H1D = q_NHD[last_query_row(view, s)][None, :, None]
-            cos, sin = (table[:, L - 1 :][:, :1] for table in latent.table(L, q_1H1D))
-            k_1GBD = latent.rotated_keys(((mean_BR @ w_uk.mT) + b_k[:, None])[None], at_B)
-            q_GJD = rotate(q_1H1D, cos, sin)[0, :, 0].view(G, -1, k_1GBD.shape[-1])
-            mass_B = ((q_GJD @ k_1GBD[0].mT) * latent.scaling).softmax(-1).sum((0, 1))
-            attention_mass.append(F.pad(mass_B.repeat_interleave(size) / size, (0, L % size)))
-        return attention_mass
 
     def _index_inputs(self, row_NW: Tensor, q_NX: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and queries after their norms: the inputs of an index where the layer has these norms."""

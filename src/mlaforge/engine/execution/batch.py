@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.cache.view import Tables, make_views
+from mlaforge.engine.execution.attention_probe import AttentionProbe
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.runtime import on_device
 
@@ -40,19 +41,6 @@ class Chunk:
         if self.tree is None:
             return range(self.start, self.stop)
         return (self.stop - len(row) + max(row) for row in self.tree)
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionProbe:
-    """Records the attention of the last query token of some sequences of a step.
-
-    sequences  their numbers in the step
-    layers     a list per layer with full attention, a tensor per sequence: the attention mass of each token, [tokens]
-               (ops/attention_mass.py), or, of a sparse layer, the positions that it selects, int32
-    """
-
-    sequences: list[int]
-    layers: list[list[Tensor]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)

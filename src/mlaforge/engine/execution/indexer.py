@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.engine.cache.view import query_token_view, select_view, selected_bounds
-from mlaforge.engine.execution.batch import AttentionProbe
+from mlaforge.engine.execution.attention_probe import AttentionProbe
 from mlaforge.modeling.token_index_mla import SparseLayer
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.host_view import host_view

@@ -7,35 +7,41 @@ Legend: K drafted tokens, V vocabulary of the target, N rows of a step, S captur
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from collections import abc
-from typing import Protocol, runtime_checkable
+import functools
+import itertools
+import operator
+from collections.abc import Sequence as Items
+from typing import Any
 
 from torch import Tensor
 
 from mlaforge.engine.request.sequence import Sequence
+
+# Acceptance of a drafted token before any measurement, weighed like PRIOR_DRAFTS measurements; least weight of a new
+# one, which is a yes or no (research/policy_constants.py has what other values cost).
+PRIOR, PRIOR_DRAFTS, ACCEPTANCE_WEIGHT = 0.7, 4, 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
     """Proposed tokens that continue a sequence: a chain or a tree.
 
-    token_ids       K tokens
-    q_KV            fp32 distributions over the target's vocabulary that the tokens were sampled from; None where each
-                    token was chosen deterministically (q is 1 on the token)
-    parents         of a tree: for each token the index of its parent in `token_ids`, -1 for the sequence's newest
-                    token. Parents come before children, siblings differ, and q_KV is None. None for a chain.
-    sparse_steps    sparse-view steps that verified these tokens, all but the last `lookup_tokens` (sparse_view.py)
-    lookup_tokens   tokens at the end that were copied from earlier text (lookup.py)
-    lossy           keep the tokens even where the target disagrees
+    token_ids   K tokens; none where the drafter considers no token likely enough
+    q_KV        fp32 distributions over the target's vocabulary that the tokens were sampled from; None where each token
+                was chosen deterministically (q is 1 on the token)
+    parents     of a tree: for each token the index of its parent in `token_ids`, -1 for the sequence's newest token.
+                Parents come before children, siblings differ, and q_KV is None. None for a chain.
+    steps       sparse-view steps that verified these tokens (sparse_view.py)
+    copied      whether prompt lookup proposed it (lookup.py)
     """
 
     token_ids: list[int]
     q_KV: Tensor | None = None
     parents: list[int] | None = None
-    sparse_steps: int = 0
-    lookup_tokens: int = 0
-    lossy: bool = False
+    steps: int = 0
+    copied: bool = False
 
     def child(self, node: int, token: int) -> int | None:
         """Index of `token` among the children of `node` (-1: the sequence's newest token); None if not proposed."""
@@ -58,14 +64,15 @@ class Draft:
     @property
     def depth(self) -> int:
         """Tokens on the longest path."""
+        if self.parents is None:
+            return len(self.token_ids)
         levels: list[int] = []
-        for i in range(len(self.token_ids)):
-            parent = i - 1 if self.parents is None else self.parents[i]
+        for parent in self.parents:
             levels.append(1 + (levels[parent] if parent >= 0 else 0))
-        return max(levels)
+        return max(levels, default=0)
 
 
-def ancestry(parents: abc.Sequence[int]) -> list[list[int]]:
+def ancestry(parents: Items[int]) -> list[list[int]]:
     """Ancestor matrix of a forest. `parents` has -1 for roots; parents come before children.
 
     Row i, column j: number of edges from node i up to its ancestor j (0 for i itself), -1 where j is not an ancestor.
@@ -78,34 +85,93 @@ def ancestry(parents: abc.Sequence[int]) -> list[list[int]]:
     return rows
 
 
-class Drafter(Protocol):
-    """Proposes tokens before a step (`propose`) and sees the target's states after it (`observe`).
+class Acceptance:
+    """Share of drafted tokens that are accepted, by position, given that the tokens before were accepted."""
 
-    Sequences start and end without notice."""
+    def __init__(self) -> None:
+        self._shares: list[float] = []
+        self._observations: list[int] = []
 
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        """Layers whose input, the target's residual stream, is captured for `observe`."""
-        ...
+    def paths(self, count: int) -> list[float]:
+        """Probabilities that the first 1, 2, ..., `count` tokens of a draft are all accepted."""
+        self._extend(count)
+        return list(itertools.accumulate(self._shares[:count], operator.mul))
 
-    def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
-        """Draft at most k tokens for each (sequence, k); the cache has room for them.
+    def discount(self) -> None:
+        """Move the shares half way back to the prior: another text begins."""
+        self._shares = [(share + PRIOR) / 2 for share in self._shares]
+        self._observations = [PRIOR_DRAFTS] * len(self._shares)
+
+    def record(self, budget: int, accepted: int) -> None:
+        """Add a draft of at most `budget` tokens, the first `accepted` of which were accepted."""
+        self._extend(budget)
+        for position in range(min(budget, accepted + 1)):
+            self._observations[position] += 1
+            weight = max(ACCEPTANCE_WEIGHT, 1 / self._observations[position])
+            self._shares[position] += weight * ((position < accepted) - self._shares[position])
+
+    def _extend(self, count: int) -> None:
+        self._shares += [PRIOR] * (count - len(self._shares))
+        self._observations += [PRIOR_DRAFTS] * (count - len(self._observations))
+
+
+class Drafter(abc.ABC):
+    """Proposes tokens before a step (`propose`), sees the target's states after it (`observe`) and what was accepted
+    (`record`). Sequences start and end without notice. A subclass must define `propose` only.
+
+    name         the mode's name
+    boundaries   layers whose input, the target's residual stream, is captured for `observe`
+    """
+
+    name = "chain"
+    boundaries: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def acceptance(self) -> Acceptance:
+        """Measured acceptance of the drafts."""
+        return Acceptance()
+
+    def applies(self, decoding: Items[Sequence], alone: bool) -> bool:
+        """Whether it can draft for a step with these decoding sequences; `alone`: a single one, no other runs or
+        waits."""
+        return True
+
+    def room(self, sequence: Sequence, length: int) -> int:
+        """Tokens to reserve for a draft whose paths have up to `length` tokens."""
+        return length
+
+    @abc.abstractmethod
+    def propose(self, budgets: Items[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
+        """Draft at most k tokens for each (sequence, k); the cache has room for them. None: no proposal.
 
         A drafter that knows probabilities ends a draft before the first token whose path is less likely than
         `min_probability`; an empty draft is possible. The decision must not depend on the sampled token, or drafted
         tokens would not follow q."""
-        ...
 
-    def observe(self, starts: abc.Sequence[tuple[Sequence, int]], states_NS: Tensor) -> None:
+    def observe(self, starts: Items[tuple[Sequence, int]], states_NS: Tensor) -> None:  # noqa: B027
         """Called after a step that computed positions [start, sequence.computed) of each (sequence, start), rejected
-        tokens excluded. `states_NS`: captured states of these positions, concatenated over the sequences."""
-        ...
+        tokens excluded, where `boundaries` is not empty. `states_NS`: captured states of these positions, concatenated
+        over the sequences."""
+
+    def record(self, sequence: Sequence, draft: Draft, budget: int, accepted: int) -> None:
+        """The target accepted the first `accepted` tokens of a draft that could have had `budget` tokens."""
+        self.acceptance.record(budget, accepted)
 
 
-@runtime_checkable
-class TreeDrafter(Drafter, Protocol):
-    """Drafter that can propose several candidates for a position."""
+class TreeDrafter(Drafter):
+    """The trees of a drafter that has `propose_tree`, for a sequence that runs alone. They have at most `tokens` tokens
+    and paths of `depth`."""
 
-    def propose_tree(self, sequence: Sequence, tokens: int, depth: int) -> Draft | None:
-        """Draft a tree of at most `tokens` tokens and `depth` levels; the cache has room for them."""
-        ...
+    name = "tree"
+
+    def __init__(self, drafter: Any, tokens: int, depth: int):
+        self.drafter, self.tokens, self.depth = drafter, tokens, depth
+
+    def applies(self, decoding: Items[Sequence], alone: bool) -> bool:
+        return alone
+
+    def room(self, sequence: Sequence, length: int) -> int:
+        return self.tokens
+
+    def propose(self, budgets: Items[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
+        return [self.drafter.propose_tree(sequence, count, min(count, self.depth)) for sequence, count in budgets]

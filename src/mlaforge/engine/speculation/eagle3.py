@@ -20,57 +20,24 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from mlaforge.checkpoint.eagle3 import check_head
-from mlaforge.engine.cache.kv_cache import LayerCache
-from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk
+from mlaforge.engine.execution.draft_graphs import Chains, DraftGraphs
+from mlaforge.engine.execution.draft_head import PagedDraftHead
 from mlaforge.engine.execution.graphs import Graphs
-from mlaforge.engine.execution.linear import QUANTIZED, fused, vocabulary_head
-from mlaforge.engine.execution.mlp import GatedMlp
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
-from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
-from mlaforge.engine.speculation.draft_graph import Chains, DraftGraphs
-from mlaforge.engine.speculation.drafter import Draft, ancestry
-from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
-from mlaforge.ops import native
+from mlaforge.engine.speculation.drafter import Draft, Drafter, ancestry
+from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_formats.plain import Plain, dtype_name
 from mlaforge.runtime import on_device, ops_choice
 
 # Most children of a tree node, and most nodes of a level that get children.
 BRANCHES = 8
 # Builds a batch of chunks with the view of the head's cache group only.
 MakeBatch = Callable[[list[Chunk]], Batch]
-
-
-def head_cache(config: Eagle3Config, group: int, dtype: torch.dtype) -> LayerCache:
-    """Cache layer of the head in cache group `group`: rows are always in the model's dtype."""
-    width = 2 * config.layer.num_key_value_heads * config.layer.head_dim
-    return LayerCache("gqa", Plain(width, dtype_name(dtype)), group)
-
-
-def head_format(format: str, device: torch.device) -> str:
-    """Weight format of a head for a model of weight format `format`.
-
-    Drafting a token costs about the time to read the head's weights. Rounding them changes no token of the model and
-    hardly changes the drafts (docs/draft.md).
-    """
-    return "int8" if format == "bfloat16" and device.type == "cpu" and native.is_available() else format
-
-
-def _converted(head: Eagle3Head, dtype: torch.dtype, format: str) -> Eagle3Head:
-    """Convert the head to the model's dtype, in place, except matrices that will be quantized: they are rounded once,
-    and a head that is stored in int8 gets the same codes again."""
-    for name, parameter in head.named_parameters():
-        quantized = format in QUANTIZED and parameter.ndim == 2 and not name.startswith("embed_tokens.")
-        if not quantized:
-            parameter.data = parameter.data.to(dtype)
-    return head
 
 
 @dataclasses.dataclass
@@ -138,7 +105,7 @@ def sample_distribution(distribution_V: Tensor, generator: torch.Generator) -> T
     return (distribution_V / torch.empty_like(distribution_V).exponential_(generator=generator)).argmax()
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Drafts a chain per sequence, greedily for greedy requests, otherwise sampled from the head's distribution; or a
     tree for a single sequence.
 
@@ -156,22 +123,8 @@ class EagleDrafter:
         self, head: Eagle3Head, model: EngineModel, rows: PagedRows, make_batch: MakeBatch,
         graphs: Graphs | None = None,
     ):  # fmt: skip
-        config = head.config
-        check_head(config, model.spec.hidden_size, model.spec.vocab_size)
-        self.config, self.boundaries, self.model, self._make_batch = config, config.boundaries, model, make_batch
-        self.target_ids = head.target_ids.to(model.device)
-        self.format = head_format(model.format, model.device)
-        head = _converted(head.to(model.device), model.dtype, self.format)
-        layer, norm = head.midlayer, model.make_norm
-        self.embedding = head.embed_tokens.weight if config.has_embed_tokens else model.embedding
-        self.state_norms = [norm(weight) for weight in head.fc_norm] if config.fc_norm else None
-        self.states_norm = norm(head.input_norm) if config.norm_before_fc else None
-        self.fc = fused([head.fc], self.format)
-        self.hidden_norm, self.input_norm = norm(layer.hidden_norm), norm(layer.input_layernorm)
-        self.attention = PagedGroupedQueryAttention(layer.self_attn, 0, rows, False, self.format)
-        self.post_attention_norm, self.mlp = norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, self.format)
-        self.norm, self.head = norm(head.norm), vocabulary_head(head.lm_head.weight, self.format)
-        self.angles = RotaryEmbedding(head.rotary(), self.attention.head_dim, model.dtype)
+        self.model, self.boundaries, self._make_batch = model, head.config.boundaries, make_batch
+        self.head, self.target_ids = PagedDraftHead(head, model, rows), head.target_ids.to(model.device)
         self.stops_early = model.device.type == "cpu"
         self.graphs: DraftGraphs | None = None
         if graphs is not None:
@@ -191,7 +144,7 @@ class EagleDrafter:
             # A prompt without generation has no next token.
             next_ids += ids if len(ids) == sequence.computed - start else [*ids, sequence.token_ids[-1]]
         with span("DRAFT_OBSERVE", self.model.device):
-            out_NC = self._layer(self._fused(states_NS), self._ids(next_ids), self._make_batch(chunks))
+            out_NC = self.head(self.head.fused(states_NS), self._ids(next_ids), self._make_batch(chunks))
         self._outs, row = {}, 0
         for sequence, start in starts:
             row += sequence.computed - start
@@ -234,7 +187,7 @@ class EagleDrafter:
                         out_SC, probability_S = out_SC.index_select(0, keep_S), probability_S.index_select(0, keep_S)
                         token_ids_S = token_ids_S.index_select(0, keep_S)
                     out_SC = self._extend_chains(out_SC, token_ids_S, [sequence for sequence, _ in active], depth)
-                logits_SV = self.head(self.norm(out_SC))
+                logits_SV = self.head.logits(out_SC)
                 if min_probability:
                     # NaN where the head's logits are not finite.
                     probability_S = probability_S * logits_SV.float().softmax(-1).amax(-1)
@@ -257,7 +210,7 @@ class EagleDrafter:
             stop = sequence.computed + count - 1
             chunks.append(Chunk(sequence.number, range(stop), sequence.computed, stop, generating=True))
         (view,) = self._make_batch(chunks).views
-        if not self.attention.capturable(view):
+        if not self.head.attention.capturable(view):
             return None
         with span("DRAFT", self.model.device):
             token_ids_KS, probability_KS = graphs(out_SC, view, count, (probabilities, ops_choice()))
@@ -274,9 +227,8 @@ class EagleDrafter:
         probability_S = torch.ones(len(out_SC), dtype=torch.float64, device=out_SC.device)
         for depth in range(count):
             if depth:
-                hidden_SC = self.norm(out_SC) if self.config.norm_output else out_SC
-                out_SC = self._layer(hidden_SC, token_ids_S, chains.batch(token_ids_S, depth))
-            logits_SV = self.head(self.norm(out_SC))
+                out_SC = self.head.next(out_SC, token_ids_S, chains.batch(token_ids_S, depth))
+            logits_SV = self.head.logits(out_SC)
             if probabilities:
                 probability_S = probability_S * logits_SV.float().softmax(-1).amax(-1)
             token_ids_S = self.target_ids[likeliest(logits_SV)]
@@ -285,9 +237,9 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def propose_tree(self, sequence: Sequence, tokens: int, depth: int) -> Draft | None:
-        """As TreeDrafter.propose_tree: the candidates whose paths are most probable by the product of the head's
-        probabilities (EAGLE-2, arXiv:2406.16858). On each level the most probable nodes get children, as many nodes as
-        there is room for their rows."""
+        """Draft a tree of at most `tokens` tokens and `depth` levels, for which the cache has room: the candidates
+        whose paths are most probable by the product of the head's probabilities (EAGLE-2, arXiv:2406.16858). On each
+        level the most probable nodes get children, as many nodes as there is room for their rows."""
         computed, out_SC = self._outs.get(sequence.number, (0, None))
         if out_SC is None or computed != sequence.computed:
             return None
@@ -299,7 +251,7 @@ class EagleDrafter:
         parents: list[int] = []
         with span("DRAFT", self.model.device):
             for level in range(depth):
-                logits_SV = self.head(self.norm(out_SC)).float() / (sequence.request.params.temperature or 1.0)
+                logits_SV = self.head.logits(out_SC).float() / (sequence.request.params.temperature or 1.0)
                 top = logits_SV.log_softmax(-1).topk(min(max(width, BRANCHES), logits_SV.shape[-1]))
                 # Read at once, in fp64, which represents every token id exactly.
                 token_ids, logprobs = torch.stack((self.target_ids[top.indices].double(), top.values.double())).tolist()
@@ -323,8 +275,7 @@ class EagleDrafter:
         stop = sequence.computed + len(parents)
         tree = ancestry(parents)[-len(token_ids) :]
         chunk = Chunk(sequence.number, range(stop), stop - len(token_ids), stop, tree)
-        hidden_SC = self.norm(out_SC) if self.config.norm_output else out_SC
-        return self._layer(hidden_SC, self._ids(token_ids), self._make_batch([chunk]))
+        return self.head.next(out_SC, self._ids(token_ids), self._make_batch([chunk]))
 
     def _extend_chains(self, out_SC: Tensor, token_ids_S: Tensor, sequences: list[Sequence], depth: int) -> Tensor:
         """Layer output at the newest of `depth` drafted tokens of each sequence."""
@@ -333,8 +284,7 @@ class EagleDrafter:
             # Row i is computed from token i + 1.
             position = sequence.computed + depth - 1
             chunks.append(Chunk(sequence.number, range(position + 1), position, position + 1))
-        hidden_SC = self.norm(out_SC) if self.config.norm_output else out_SC
-        return self._layer(hidden_SC, token_ids_S, self._make_batch(chunks))
+        return self.head.next(out_SC, token_ids_S, self._make_batch(chunks))
 
     def _sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> tuple[Tensor, list[Tensor | None]]:
         """Draft tokens as target ids, int64 [S], and the distribution [V] of each that was sampled."""
@@ -349,39 +299,9 @@ class EagleDrafter:
                 qs[i] = q_V.index_copy_(0, self.target_ids, distribution_V)
         return self.target_ids[tokens_S], qs
 
-    def _fused(self, states_NS: Tensor) -> Tensor:
-        if self.states_norm is not None:
-            states_NS = self.states_norm(states_NS)
-        if self.state_norms is not None:
-            parts = states_NS.split(self.config.target_hidden_size, dim=-1)
-            states_NS = torch.cat([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], dim=-1)
-        return self.fc(states_NS)
-
-    @torch.inference_mode()
     def stages(self, states_NS: Tensor, next_ids: list[int], chunk: Chunk) -> dict[str, Tensor]:
         """Intermediate outputs for one text under the names of drafting/parity.py; `chunk` is its room in the cache."""
-        outputs = {"fc_out": self._fused(states_NS)}
-        out_NC = self._layer(outputs["fc_out"], self._ids(next_ids), self._make_batch([chunk]), outputs)
-        outputs["pre_head_hidden"] = self.norm(out_NC)
-        return {**outputs, "logits": self.head(outputs["pre_head_hidden"])}
-
-    def _layer(
-        self, hidden_NC: Tensor, ids_N: Tensor, batch: Batch, outputs: dict[str, Tensor] | None = None
-    ) -> Tensor:
-        """Layer output [N, C] before the final norm, from fused states and the next tokens. Adds the outputs of
-        attention and MLP to `outputs`."""
-        step = Step.make(batch, self.angles)
-        normed_NC = self.hidden_norm(hidden_NC)
-        embedded_NC = self.input_norm(F.embedding(ids_N, self.embedding))
-        attention_input = torch.cat((embedded_NC, normed_NC), dim=-1)
-        residual_NC = normed_NC if self.config.norm_before_residual else hidden_NC
-        view = batch.views[self.attention.group]
-        hidden_NC = self.attention(attention_input, view, step, residual_NC)
-        if outputs is not None:
-            # Computed again without the residual: subtracting it would lose digits.
-            outputs["attn_out"] = self.attention(attention_input, view, step, torch.zeros_like(residual_NC))
-            outputs["ffn_out"] = self.mlp(self.post_attention_norm(hidden_NC), torch.zeros_like(hidden_NC))
-        return self.mlp(self.post_attention_norm(hidden_NC), hidden_NC)
+        return self.head.stages(states_NS, self._ids(next_ids), self._make_batch([chunk]))
 
     def _ids(self, token_ids: list[int]) -> Tensor:
         return on_device(token_ids, torch.int64, self.model.device)

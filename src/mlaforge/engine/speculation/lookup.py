@@ -6,48 +6,39 @@ draft head guesses (docs/notes/speculation.md).
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections import abc
-
-from torch import Tensor
+from collections.abc import Sequence as Items
 
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.speculation.drafter import Draft
-from mlaforge.engine.speculation.policy import Acceptance
+from mlaforge.engine.speculation.drafter import Acceptance, Draft, Drafter
 
 # Lengths of the n-grams that are looked up, the longest first.
 MAX_NGRAM, MIN_NGRAM = 4, 2
 
 
-class PromptLookupDrafter:
-    """Drafts by prompt lookup, alone (`propose`) or before another drafter (`propose_confident`).
+class PromptLookupDrafter(Drafter):
+    """Drafts by prompt lookup, alone (`propose`) or before another drafter (`propose_confident`)."""
 
-    `max_tokens`: longest draft of `propose_confident`, whose acceptance is measured in `acceptance`."""
-
-    boundaries: tuple[int, ...] = ()
-
-    def __init__(self, max_tokens: int = 0) -> None:
-        self.max_tokens, self.acceptance = max_tokens, Acceptance(max_tokens)
+    def __init__(self) -> None:
+        self.confident_acceptance = Acceptance()
         self._indices: weakref.WeakKeyDictionary[Sequence, _NgramIndex] = weakref.WeakKeyDictionary()
 
-    def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
+    def propose(self, budgets: Items[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose, for matches of any length; None where the newest tokens have not occurred before."""
-        matches = [self._index(sequence).find(sequence.token_ids) for sequence, _ in budgets]
-        return [
-            None if match is None else Draft(_continuation(sequence.token_ids, match[0], count))
-            for (sequence, count), match in zip(budgets, matches, strict=True)
-        ]
+        return [self._draft(sequence, count, MIN_NGRAM) for sequence, count in budgets]
 
-    def propose_confident(self, sequence: Sequence, count: int, min_probability: float) -> Draft | None:
-        """Draft at most `count` tokens after a match of MAX_NGRAM tokens, ended before a path whose measured
-        acceptance is below `min_probability`; None if there is no such match or nothing remains.
+    def propose_confident(self, sequence: Sequence, count: int) -> Draft | None:
+        """Draft `count` tokens after a match of MAX_NGRAM tokens, None if there is none. Such a match is more reliable
+        than a draft head, so it goes first; its acceptance is measured in `confident_acceptance`."""
+        draft = self._draft(sequence, count, MAX_NGRAM) if count else None
+        return None if draft is None else dataclasses.replace(draft, copied=True)
 
-        Such a match is more reliable than a draft head, so it goes first."""
-        count = sum(1 for probability in self.acceptance.paths(count) if probability >= min_probability)
-        match = self._index(sequence).find(sequence.token_ids) if count else None
-        if match is None or match[1] < MAX_NGRAM:
+    def _draft(self, sequence: Sequence, count: int, least: int) -> Draft | None:
+        match = self._index(sequence).find(sequence.token_ids)
+        if match is None or match[1] < least:
             return None
-        return Draft(_continuation(sequence.token_ids, match[0], count), lookup_tokens=count)
+        return Draft(_continuation(sequence.token_ids, match[0], count))
 
     def _index(self, sequence: Sequence) -> _NgramIndex:
         """Index of all tokens of the sequence. Amortised O(1) per token, provisional copies of a sequence included."""
@@ -58,8 +49,21 @@ class PromptLookupDrafter:
         index.extend(sequence.token_ids)
         return index
 
-    def observe(self, starts: abc.Sequence[tuple[Sequence, int]], states_NS: Tensor) -> None:
-        """Nothing: drafts depend on token ids only."""
+
+def proposals(
+    drafter: Drafter, lookup: PromptLookupDrafter | None, budgets: Items[tuple[Sequence, int, int]], lookup_tokens: int,
+    min_probability: float,
+) -> dict[Sequence, Draft]:  # fmt: skip
+    """Draft by prompt lookup, up to `lookup_tokens`, where it is confident, else by `drafter`. budgets: (sequence,
+    tokens for which there is room, tokens for `drafter`)."""
+    drafts: dict[Sequence, Draft | None] = {}
+    for sequence, room, _ in budgets if lookup else ():
+        assert lookup is not None
+        drafts[sequence] = lookup.propose_confident(sequence, min(room, lookup_tokens))
+    rest = [(s, min(room, count)) for s, room, count in budgets if not drafts.get(s) and min(room, count)]
+    if rest:
+        drafts |= zip((s for s, _ in rest), drafter.propose(rest, min_probability), strict=True)
+    return {sequence: draft for sequence, draft in drafts.items() if draft is not None}
 
 
 class _NgramIndex:

@@ -1,106 +1,160 @@
-"""Number of tokens to draft, from the measured acceptance of drafts and the measured time of steps."""
+"""What a step drafts: the mode and the length with the most tokens per second, by measurement.
+
+A mode is a drafter: chains of a head or of prompt lookup, its trees, or its chains after sparse-view steps. Plain
+decoding is a chain of length 0.
+"""
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import math
-import operator
+from collections.abc import Sequence as Items
 
-# Weight of a new measurement in a running mean: of step times, and of acceptance, which is a yes or no and needs more.
-TIME_WEIGHT, ACCEPTANCE_WEIGHT = 0.1, 0.02
+from mlaforge.engine.request.sequence import Sequence
+from mlaforge.engine.speculation.drafter import Drafter
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+
+# Weight of a new measurement of a step's time. Of the first FIRST_STEPS with a number of rows the fastest counts; as
+# many plain steps come before any draft.
+TIME_WEIGHT, FIRST_STEPS = 0.1, 2
 # Every EXPLORE_EVERY decisions, one token more than the best choice or, alternately, plain decoding is tried.
 EXPLORE_EVERY = 64
-# Prior acceptance of a drafted token, weighed like PRIOR_DRAFTS measurements.
-PRIOR, PRIOR_DRAFTS = 0.7, 4
-# Of the first FIRST_STEPS steps with a number of rows the fastest counts; as many plain steps come before any draft.
-FIRST_STEPS = 2
+# A mode is tried for a step when it has not been used for RETRY_TOKENS, and in every other text, for which earlier
+# measurements weigh at most EARLIER_TOKENS; the weight of a measurement halves every HALF_LIFE_TOKENS.
+RETRY_TOKENS, EARLIER_TOKENS, HALF_LIFE_TOKENS = 256, 8, 32
 
 
-class Acceptance:
-    """Share of drafted tokens that are accepted, by position, given that the tokens before were accepted."""
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a step drafts for each decoding sequence that allows speculation.
 
-    def __init__(self, max_tokens: int):
-        self.shares, self._observations = [PRIOR] * max_tokens, [PRIOR_DRAFTS] * max_tokens
-
-    def paths(self, count: int) -> list[float]:
-        """Probabilities that the first 1, 2, ..., `count` tokens of a draft are all accepted."""
-        return list(itertools.accumulate(self.shares[:count], operator.mul))
-
-    def discount(self) -> None:
-        """Move the shares half way back to the prior: another text begins."""
-        self.shares = [(share + PRIOR) / 2 for share in self.shares]
-        self._observations = [PRIOR_DRAFTS] * len(self.shares)
-
-    def record(self, budget: int, accepted: int) -> None:
-        """Add a draft of at most `budget` tokens, the first `accepted` of which were accepted."""
-        for position in range(min(budget, accepted + 1)):
-            self._observations[position] += 1
-            weight = max(ACCEPTANCE_WEIGHT, 1 / self._observations[position])
-            self.shares[position] += weight * ((position < accepted) - self.shares[position])
-
-
-class DraftPolicy:
-    """Chooses the number of drafted tokens that maximises tokens per second.
-
-    The time of a step is modelled as a function of its rows, drafted tokens that a drafter cut as unlikely included,
-    and of the power of two of the cached tokens. An unmeasured number of rows is assumed to cost what fewer rows cost,
-    so that it is tried. Plain decoding is measured first, as the reference.
-
-    `max_tokens`: longest chain. `tree`: if not 0, the choice is between a tree of `tree` tokens, `max_tokens` deep,
-    and none.
+    drafter           the mode's drafter; None: no draft
+    length            tokens on a draft's longest path
+    min_probability   a draft ends before a path that is less likely
+    lookup            longest draft by prompt lookup, which goes before the drafter's
     """
 
-    def __init__(self, max_tokens: int, tree: int = 0):
-        self.max_tokens, self.tree = max_tokens, tree
-        self.acceptance = Acceptance(max_tokens)
+    drafter: Drafter | None = None
+    length: int = 0
+    min_probability: float = 0.0
+    lookup: int = 0
+
+    def tokens(self, sequence: Sequence) -> int:
+        """Drafted tokens for which the cache reserves room."""
+        if self.drafter is None or not sequence.request.params.speculate:
+            return 0
+        room = self.drafter.room(sequence, self.length) if self.length else 0
+        # One position remains for the target's own token.
+        return max(0, min(max(room, self.lookup), sequence.stopping.remaining_tokens - 1))
+
+
+@dataclasses.dataclass
+class _Mode:
+    """Measurements of a mode. `tokens` and `seconds` decay with a half-life; `unused` tokens were generated in other
+    modes since its last use."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    unused: float = math.inf
+
+
+class Policy:
+    """Decides for each step.
+
+    The length of a chain follows from the measured acceptance of its drafter and from the time of a step, modelled as a
+    function of its rows, drafted tokens that a drafter cut as unlikely included. An unmeasured number of rows is
+    assumed to cost what fewer rows cost, so that it is tried. A mode counts by the tokens per second of its steps.
+    Measurements are separate by the power of two of the cached tokens, and those of modes by the number of decoding
+    sequences.
+
+    modes        drafters, the one of chains first
+    max_tokens   longest chain
+    adaptive     decide by measurement; otherwise the last mode that applies, at full length
+    lookup       drafts before each mode's own; None for none. `lookup_tokens`: its longest draft.
+    """
+
+    def __init__(
+        self, modes: Items[Drafter], max_tokens: int, adaptive: bool, lookup: PromptLookupDrafter | None = None,
+        lookup_tokens: int = 0,
+    ):  # fmt: skip
+        self.modes, self.max_tokens, self.adaptive = list(modes), max_tokens, adaptive
+        self.lookup, self.lookup_tokens = lookup, lookup_tokens if lookup else 0
         # By the power of two of cached tokens, then by rows: seconds, and the number of measured steps.
         self._times: dict[int, dict[int, tuple[float, int]]] = {}
-        self._times_now = self._times.setdefault(0, {})
+        self._times_now: dict[int, tuple[float, int]] = {}
+        self._modes: dict[tuple[int, int], dict[str, _Mode]] = {}
+        self._modes_now: dict[str, _Mode] = {}
         self._single: int | None = None
         self._decisions = 0
 
-    def choose(self, active: int, cached: int = 0, single: int | None = None) -> int:
-        """Tokens to draft for each of `active` decoding sequences with `cached` tokens in total.
+    def resume(self, policy: Policy) -> None:
+        """Go on with another policy's measurements of times."""
+        self._times, self._modes = policy._times, policy._modes
 
-        `single`: number of the sequence where only one runs; acceptance is discounted when it changes. Recorded times
-        belong to this `cached` until the next call."""
-        self.set_cached(cached)
-        if single not in (None, self._single):
-            if self._single is not None:
-                self.acceptance.discount()
-            self._single = single
+    def decide(self, running: Items[Sequence], waiting: bool) -> Decision:
+        """Decide for the step that starts now with the sequences `running`; `waiting`: others may join it."""
+        decoding = [sequence for sequence in running if sequence.decoding]
+        active, cached = len(decoding), sum(sequence.computed for sequence in decoding)
+        alone = active == len(running) == 1 and not waiting
+        modes = [mode for mode in self.modes if mode.applies(decoding, alone)]
+        if not self.adaptive or not active:
+            return Decision(modes[-1], self.max_tokens, 0.0, self.lookup_tokens)
+        self._enter(active, cached, decoding[0].number if active == 1 else None)
+        mode = self._choose_mode(modes)
+        length = self.choose_length(active) if mode is modes[0] else self.max_tokens
+        min_probability = self.min_probability(active, max(length, 1)) if mode is modes[0] else 0.0
+        paths = self.lookup.confident_acceptance.paths(self.lookup_tokens) if self.lookup else []
+        return Decision(mode, length, min_probability, sum(path >= min_probability for path in paths))
+
+    def _enter(self, active: int, cached: int, single: int | None) -> None:
+        """Select the measurements of so many decoding sequences and cached tokens. `single`: number of the only one;
+        where it is another than before, its text differs, so earlier measurements count less."""
+        magnitude = cached.bit_length()
+        self._times_now = self._times.setdefault(magnitude, {})
+        self._modes_now = self._modes.setdefault((active, magnitude), {})
+        if single in (None, self._single):
+            return
+        if self._single is not None:
+            self.modes[0].acceptance.discount()
+        self._single = single
+        for mode in self._modes_now.values():
+            weight = min(1.0, EARLIER_TOKENS / max(mode.tokens, 1.0))
+            mode.tokens, mode.seconds, mode.unused = weight * mode.tokens, weight * mode.seconds, math.inf
+
+    def _choose_mode(self, modes: list[Drafter]) -> Drafter:
+        """The fastest mode, the first of equals, or one that is to be tried."""
+        if len(modes) == 1:
+            return modes[0]
+        measured = [self._modes_now.setdefault(mode.name, _Mode()) for mode in modes]
+        for mode, entry in zip(modes, measured, strict=True):
+            if entry.unused >= RETRY_TOKENS:
+                return mode
+        rates = [entry.tokens / entry.seconds for entry in measured]
+        return modes[rates.index(max(rates))]
+
+    def choose_length(self, active: int) -> int:
+        """Tokens of a chain for each of `active` decoding sequences."""
         if self._times_now.get(active, (0.0, 0))[1] < FIRST_STEPS:
             return 0
         self._decisions += 1
-        explore = self._decisions % EXPLORE_EVERY == 0
         explore_longer = self._decisions % (2 * EXPLORE_EVERY) == 0
-        if explore and not explore_longer:
+        if self._decisions % EXPLORE_EVERY == 0 and not explore_longer:
             return 0
         tokens, best, best_rate = 1.0, 0, 1.0 / self.step_seconds(active)
-        for count, probability in enumerate(self.acceptance.paths(self.max_tokens), start=1):
+        for count, probability in enumerate(self.modes[0].acceptance.paths(self.max_tokens), start=1):
             tokens += probability
-            if self.tree and count < self.max_tokens:
-                continue
-            seconds = self.step_seconds(1 + self.tree if self.tree else active * (1 + count))
-            if tokens / seconds > best_rate:
-                best, best_rate = count, tokens / seconds
+            rate = tokens / self.step_seconds(active * (1 + count))
+            if rate > best_rate:
+                best, best_rate = count, rate
         # Measurements age while a choice is not used: it is tried again now and then.
-        if not self.tree:
-            return min(self.max_tokens, best + 1) if explore_longer else best
-        # A tree costs as much as several steps and is tried that much less often.
-        every = math.ceil(EXPLORE_EVERY * seconds / self.step_seconds(active))
-        return best if self._decisions % every else self.max_tokens
-
-    def set_cached(self, cached: int) -> None:
-        """Select the step times measured with about `cached` cached tokens."""
-        self._times_now = self._times.setdefault(cached.bit_length(), {})
+        return min(self.max_tokens, best + 1) if explore_longer else best
 
     def min_probability(self, active: int, count: int) -> float:
         """Acceptance probability above which a drafted token pays for its time, with `count` tokens drafted for each of
         `active` sequences: added time per token over time per generated token. 0 before any measurement."""
         if not self._times_now:
             return 0.0
-        tokens = 1.0 + sum(self.acceptance.paths(count))
+        tokens = 1.0 + sum(self.modes[0].acceptance.paths(count))
         seconds = self.step_seconds(active * (1 + count))
         return max(0.0, (seconds - self.step_seconds(active)) / count * tokens / seconds)
 
@@ -117,12 +171,20 @@ class DraftPolicy:
         share = (rows - below) / (above - below)
         return (1 - share) * self._times_now[below][0] + share * self._times_now[above][0]
 
-    def record_time(self, rows: int, seconds: float) -> None:
-        """Add the time of a step in which all sequences were decoding."""
+    def record(self, decision: Decision, tokens: int, rows: int, seconds: float) -> None:
+        """Add a step in which all sequences were decoding and generated `tokens` tokens. rows: of the target's pass,
+        budgets of drafts included."""
+        if not self.adaptive or decision.drafter is None:
+            return
+        for mode in self._modes_now.values():
+            mode.unused += tokens
+        if (used := self._modes_now.get(decision.drafter.name)) is not None:
+            decay = 0.5 ** (tokens / HALF_LIFE_TOKENS)
+            used.tokens, used.seconds = decay * used.tokens + tokens, decay * used.seconds + seconds
+            used.unused = 0.0
+        if decision.drafter is not self.modes[0]:
+            return
         mean, steps = self._times_now.get(rows, (seconds, 0))
         # The first steps may be slow for unrelated reasons.
-        if steps < FIRST_STEPS:
-            mean = min(mean, seconds)
-        else:
-            mean += TIME_WEIGHT * (min(seconds, 2 * mean) - mean)
+        mean = min(mean, seconds) if steps < FIRST_STEPS else mean + TIME_WEIGHT * (min(seconds, 2 * mean) - mean)
         self._times_now[rows] = mean, steps + 1

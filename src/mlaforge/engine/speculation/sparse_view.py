@@ -1,5 +1,5 @@
-"""Sparse-view verification (SpecPV, arXiv:2512.02337), lossless by default: for some steps the target verifies drafts
-against a part of the cache, then all tokens that it accepted there against the whole cache.
+"""Sparse-view verification (SpecPV, arXiv:2512.02337), lossless: for some steps the target verifies drafts against a
+part of the cache, then all tokens that it accepted there against the whole cache.
 
 A sparse view holds a sequence's first tokens, in each layer the tokens with the largest attention mass in the last full
 step, and the newest tokens. Tokens that the target accepts under it are provisional: for the engine they are a draft
@@ -18,25 +18,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-import time
 from collections import abc
+from collections.abc import Sequence as Items
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mlaforge.engine.cache.block_tables import BlockTables
-from mlaforge.engine.cache.kv_cache import Cache
 from mlaforge.engine.cache.view import select_view
 from mlaforge.engine.config import EngineConfig
-from mlaforge.engine.execution.batch import AttentionProbe, Batch, Chunk, make_batch
+from mlaforge.engine.execution.attention_probe import AttentionProbe
+from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.engine.execution.model import EngineModel, Layer
 from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.execution.step_bytes import StepBytes, StepBytesModel
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import NO_TOKEN, Sampler, checked, likeliest, rejection_sampled
-from mlaforge.engine.speculation.drafter import Draft, Drafter, TreeDrafter
-from mlaforge.engine.speculation.policy import DraftPolicy
+from mlaforge.engine.speculation.drafter import Draft, Drafter
+from mlaforge.engine.speculation.lookup import PromptLookupDrafter, proposals
 from mlaforge.ops import native
 from mlaforge.ops.attention_mass import top_tokens
 from mlaforge.runtime import UserError, on_device, uploaded
@@ -45,22 +45,20 @@ from mlaforge.runtime import UserError, on_device, uploaded
 @dataclasses.dataclass(frozen=True)
 class SparseViewConfig:
     """Tokens of a view (`sink` first, `retrieval` retrieved, `window` newest) and when a full step is due: after
-    `full_every` sparse-view steps or `max_provisional` provisional tokens."""
+    `full_every` sparse-view steps or `max_provisional` provisional tokens. Options of the engine are those to which a
+    sweep is sensible (docs/notes/speculation.md); the others stay within its noise."""
 
-    sink: int
     retrieval: int
-    window: int
-    full_every: int
-    max_provisional: int
+    sink: int = 16
+    window: int = 256
+    full_every: int = 6
+    max_provisional: int = 16
 
     @classmethod
     def from_options(cls, config: EngineConfig, layers: abc.Iterable[Layer] = ()) -> SparseViewConfig:
-        """From the options `specpv_*`; for sparse `layers` `retrieval` is the number of tokens that they select."""
+        """For sparse `layers` `retrieval` is the number of tokens that they select, not the option's."""
         topk = [layer.attention.sparse.topk for layer in layers if layer.attention.sparse is not None]
-        return cls(
-            config.specpv_sink, max(topk, default=config.specpv_retrieval), config.specpv_window,
-            config.specpv_full_every, config.specpv_max_pending,
-        )  # fmt: skip
+        return cls(max(topk, default=config.specpv_retrieval))
 
     @property
     def num_tokens(self) -> int:
@@ -100,52 +98,64 @@ def sparse_view_format(config: EngineConfig, model: EngineModel) -> str:
     return "int4" if quantizable and not experts and native.is_available() else model.format
 
 
-# Looks up a draft of at most so many tokens by prompt lookup.
-LookUp = abc.Callable[[Sequence, int], Draft | None]
 EMPTY_DRAFT = Draft([])
-# First and least limit of provisional tokens; tokens after which retrieved ones are refreshed.
+# First and least limit of provisional tokens (at least 4: 17.1 ms per token instead of 17.0); tokens after which
+# retrieved ones are refreshed (16: 17.9 ms, 32: 17.6, within the noise).
 FIRST_PROVISIONAL, LEAST_PROVISIONAL, REFRESH_EVERY = 4, 2, 8
 
 
-class SparseViewDrafter:
-    """Turns the drafts of `drafter` into drafts that the target has verified under a sparse view.
+class SparseView(Drafter):
+    """Turns the drafts of `drafter`, and those of `lookup` before them, into drafts that the target has verified under
+    a sparse view. Sequences shorter than `SparseViewConfig.min_length` get these drafts unverified.
 
+    max_tokens      longest draft of `drafter`; `lookup_tokens` that of `lookup`
     model, runner   compute sparse-view steps, on the engine's cache
     step_bytes      counts the bytes that they read
-
-    With specpv = lossy (the paper's rule) full steps keep provisional tokens and only rewrite their rows: the text may
-    differ from plain decoding. Sequences shorter than `SparseViewConfig.min_length` get the drafter's own drafts.
     """
 
+    name = "sparse view"
+
     def __init__(
-        self, config: EngineConfig, drafter: Drafter, model: EngineModel, runner: Runner, step_bytes: StepBytesModel,
-        tables: BlockTables, cache: Cache,
+        self, view: SparseViewConfig, drafter: Drafter, max_tokens: int, lookup: PromptLookupDrafter | None,
+        lookup_tokens: int, model: EngineModel, runner: Runner, step_bytes: StepBytesModel, tables: BlockTables,
     ):  # fmt: skip
-        self.drafter, self.model, self.runner, self.step_bytes = drafter, model, runner, step_bytes
-        self.tables, self.cache = tables, cache
+        self.view, self.drafter, self.max_tokens = view, drafter, max_tokens
+        self.lookup, self.lookup_tokens = lookup, lookup_tokens
+        self.model, self.runner, self.step_bytes, self.tables = model, runner, step_bytes, tables
         # Bytes that the sparse-view steps of the newest proposal have read.
         self.bytes_read = StepBytes()
         self.sampler = Sampler()
-        self.num_drafted, self.config = config.max_draft_tokens, SparseViewConfig.from_options(config, model.layers)
-        self.lossy = config.specpv == "lossy"
-        self.policy = DraftPolicy(self.num_drafted) if config.adaptive_speculation else None
         # Cache group and number of the target's layers with full attention.
         full = [layer.attention.group for layer in model.layers if tables.groups[layer.attention.group].window is None]
         self.group, self.num_layers = (full[0] if full else None), len(full)
         # By sequence number: tokens that the last full step retrieved; limit of provisional tokens.
         self.retrieved: dict[int, RetrievedTokens] = {}
         self.limits: dict[int, int] = {}
+        # The probe of the current step, with its sequences.
+        self._probed: tuple[Items[tuple[Sequence, int]], AttentionProbe] | None = None
         # Sequences whose logits in the newest proposal's sparse-view steps had NaN or infinity.
         self.non_finite: set[int] = set()
 
-    def applies(self, sequence: Sequence, computed: int | None = None) -> bool:
-        """Whether sparse-view steps verify drafts for the sequence once `computed` of its tokens (default: as many as
-        now) are in the cache."""
-        # Lossy tokens are not verified again, so they would miss the grammar, and the log probabilities of a full step.
-        params = sequence.request.params
-        complete = not self.lossy or (sequence.state.constraint is None and params.logprobs is None)
-        long = (sequence.computed if computed is None else computed) >= self.config.min_length
-        return bool(self.num_layers) and params.speculate and complete and long
+    def covers(self, sequence: Sequence, computed: int) -> bool:
+        """Whether sparse-view steps verify drafts for the sequence once `computed` of its tokens are in the cache."""
+        return bool(self.num_layers) and sequence.request.params.speculate and computed >= self.view.min_length
+
+    def applies(self, decoding: Items[Sequence], alone: bool) -> bool:
+        """As Drafter.applies: for at least one long sequence."""
+        return any(self.covers(sequence, sequence.computed) for sequence in decoding)
+
+    def room(self, sequence: Sequence, length: int) -> int:
+        """As Drafter.room: the limit of provisional tokens, no more than can be used: room is taken from others."""
+        if not self.covers(sequence, sequence.computed):
+            return max(length, self.lookup_tokens)
+        return min(self.view.max_provisional, self.limits.get(sequence.number, FIRST_PROVISIONAL))
+
+    def record(self, sequence: Sequence, draft: Draft, budget: int, accepted: int) -> None:
+        """As Drafter.record. The next limit of provisional tokens is twice as many if all were right, otherwise the
+        number of right ones: acceptance varies along a text."""
+        if draft.steps:
+            complete = accepted == len(draft.token_ids)
+            self.limits[sequence.number] = 2 * accepted if complete else max(LEAST_PROVISIONAL, accepted)
 
     def probe(self, ends: abc.Sequence[tuple[Sequence, int]]) -> AttentionProbe | None:
         """Attention probe for a full step that computes each (sequence, stop) up to position `stop`; None if no
@@ -159,31 +169,24 @@ class SparseViewDrafter:
         # A probe costs about a third of a step: tokens that were retrieved recently stay.
         probed = [
             i for i, (sequence, stop) in enumerate(ends)
-            if self.config.retrieval and stop == len(sequence.token_ids) and self.applies(sequence, stop - 1)
+            if self.view.retrieval and stop == len(sequence.token_ids) and self.covers(sequence, stop - 1)
             and self._age(sequence, stop - 1) >= REFRESH_EVERY
         ]  # fmt: skip
-        return AttentionProbe(probed) if probed else None
+        self._probed = (ends, AttentionProbe(probed)) if probed else None
+        return self._probed[1] if self._probed else None
 
     def _age(self, sequence: Sequence, computed: int) -> int:
         """Tokens since the last retrieval."""
         tokens = self.retrieved.get(sequence.number)
-        return REFRESH_EVERY if tokens is None else computed - self.config.window - tokens.stop
+        return REFRESH_EVERY if tokens is None else computed - self.view.window - tokens.stop
 
-    def max_draft_tokens(self, sequence: Sequence) -> int:
-        """Room to reserve: the limit of provisional tokens, or the drafter's length for short sequences."""
-        if not self.applies(sequence):
-            return self.num_drafted
-        return min(self.config.max_provisional, self.limits.get(sequence.number, FIRST_PROVISIONAL))
-
-    def record_verification(self, sequence: Sequence, provisional: int, confirmed: int) -> None:
-        """A full step confirmed `confirmed` of `provisional` tokens: the next limit is twice as many if all were,
-        otherwise the confirmed ones. Acceptance varies along a text."""
-        complete = confirmed == provisional
-        self.limits[sequence.number] = 2 * provisional if complete else max(LEAST_PROVISIONAL, confirmed)
-
-    def record_attention(self, ends: abc.Sequence[tuple[Sequence, int]], probe: AttentionProbe) -> None:
-        """Store for each probed sequence the tokens with the largest attention mass, for its next views."""
-        sink, window, count = self.config.sink, self.config.window, self.config.retrieval
+    def retrieve(self) -> None:
+        """Store for each sequence that the step's probe recorded the tokens with the largest attention mass, for its
+        next views."""
+        if self._probed is None:
+            return
+        (ends, probe), self._probed = self._probed, None
+        sink, window, count = self.view.sink, self.view.window, self.view.retrieval
         first = np.arange(sink)
         # Drafted tokens may be rejected: the window starts before the newest certain token.
         stops = [max(sink, ends[i][1] - 1 - window) for i in probe.sequences]
@@ -204,85 +207,53 @@ class SparseViewDrafter:
                 )
             self.retrieved[ends[i][0].number] = RetrievedTokens(positions, stop)
 
-    def propose(
-        self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float, look_up: LookUp, tree: int = 0
-    ) -> dict[Sequence, Draft | None]:
-        """As Drafter.propose. Provisional tokens may be followed by a draft of `look_up`. `tree`: if not 0, which is
-        for a single sequence, sparse-view steps verify trees of so many tokens."""
+    def propose(self, budgets: Items[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
+        """As Drafter.propose."""
         self.bytes_read = StepBytes()
-        sparse = [(s, count) for s, count in budgets if self.applies(s)]
-        short = [(s, min(count, self.num_drafted)) for s, count in budgets if not self.applies(s)]
-        drafts = dict(zip((s for s, _ in short), self.drafter.propose(short, min_probability), strict=True))
-        return drafts | (self._provisional_drafts(sparse, min_probability, look_up, tree) if sparse else {})
+        long = [(s, count) for s, count in budgets if self.covers(s, s.computed)]
+        drafts = self._provisional_drafts(long) if long else {}
+        short = [(s, count, self.max_tokens) for s, count in budgets if s not in drafts]
+        drafts |= proposals(self.drafter, self.lookup, short, self.lookup_tokens, min_probability)
+        return [drafts.get(sequence) for sequence, _ in budgets]
 
     @torch.inference_mode()
-    def _provisional_drafts(
-        self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float, look_up: LookUp, tree: int
-    ) -> dict[Sequence, Draft | None]:
-        """Run sparse-view steps until a full step is due. A lookup draft ends a sequence's steps: it is right as often
-        as a provisional token, and only the full step has to verify it."""
-        rooms = {s.number: count for s, count in budgets}
-        limits = {s.number: min(count, self.max_draft_tokens(s)) for s, count in budgets}
-        lookups: dict[Sequence, list[int]] = {}
+    def _provisional_drafts(self, budgets: Items[tuple[Sequence, int]]) -> dict[Sequence, Draft | None]:
+        """Run sparse-view steps until a full step is due."""
         texts = [s.provisional_copy() for s, _ in budgets]
         qs: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
-        starts = {text.number: len(text.token_ids) for text in texts}
+        starts = {text: len(text.token_ids) for text in texts}
+        rooms = {text: count for text, (_, count) in zip(texts, budgets, strict=True)}
         self.non_finite.clear()
-        active, steps = texts, dict.fromkeys(starts, 0)
+        active, steps = texts, dict.fromkeys(texts, 0)
         views: SparseViews | None = None
-        for step in range(self.config.full_every + 1):
-            lengths = {text.number: len(text.token_ids) - starts[text.number] for text in active}
-            # Lossy tokens are kept without full verification, which a lookup draft needs.
-            for text in active if step and not self.lossy else []:
-                if draft := look_up(text, rooms[text.number] - lengths[text.number]):
-                    lookups[text] = draft.token_ids
-            remaining = {number: limits[number] - length for number, length in lengths.items()}
-            active = [text for text in active if text not in lookups and remaining[text.number] > 0]
-            if not active or step == self.config.full_every:
+        for _ in range(self.view.full_every):
+            remaining = {text: starts[text] + rooms[text] - len(text.token_ids) for text in active}
+            active = [text for text in active if remaining[text] > 0]
+            if not active:
                 break
             if views is None or len(active) < len(views.texts):
-                views = self._build_views(active, [(starts[text.number], rooms[text.number]) for text in active])
-            start_time, policy = time.perf_counter(), None if tree else self.policy
-            single = active[0].number if len(active) == 1 else None
-            count = self.num_drafted if policy is None else policy.choose(len(active), single=single)
-            counts = {text: k for text in active if (k := min(count, remaining[text.number] - 1)) > 0}
-            if tree:
-                assert isinstance(self.drafter, TreeDrafter)
-                nodes = {text: min(tree, rooms[text.number] - lengths[text.number]) for text in counts}
-                proposed = [self.drafter.propose_tree(text, nodes[text], depth) for text, depth in counts.items()]
-            else:
-                proposed = self.drafter.propose([*counts.items()], min_probability) if counts else []
-            drafts = {text: draft for text, draft in zip(counts, proposed, strict=True) if draft is not None}
-            accepted = self._step(active, drafts, views, qs)
+                views = self._build_views(active, [(starts[text], rooms[text]) for text in active])
+            room = [(text, remaining[text] - 1, self.max_tokens) for text in active]
+            self._step(active, proposals(self.drafter, self.lookup, room, self.lookup_tokens, 0.0), views, qs)
             for text in active:
-                steps[text.number] += 1
-                if policy is not None and text in drafts:
-                    policy.acceptance.record(counts[text], accepted[text])
-            if policy is not None:
-                policy.record_time(len(active) + sum(counts.values()), time.perf_counter() - start_time)
-        for text, tokens in lookups.items():
-            # A lookup draft is deterministic: q is 1 on each token.
-            if qs[text]:
-                ids_K = on_device(tokens, torch.int64, self.model.device)
-                qs[text] += qs[text][0].new_zeros(len(tokens), len(qs[text][0])).scatter_(1, ids_K[:, None], 1.0)
+                steps[text] += 1
         return {
             s: None if s.number in self.non_finite else Draft(
-                text.token_ids[starts[s.number] :] + lookups.get(text, []), torch.stack(qs[text]) if qs[text] else None,
-                sparse_steps=steps[s.number], lossy=self.lossy, lookup_tokens=len(lookups.get(text, [])),
+                text.token_ids[starts[text] :], torch.stack(qs[text]) if qs[text] else None, steps=steps[text]
             )
             for (s, _), text in zip(budgets, texts, strict=True)
         }  # fmt: skip
 
     def _step(
         self, texts: list[Sequence], drafts: dict[Sequence, Draft], views: SparseViews, qs: dict[Sequence, list[Tensor]]
-    ) -> dict[Sequence, int]:
-        """One sparse-view step: append accepted tokens and the target's own to each text; return the number of accepted
-        tokens. `qs` receives the distributions of sampled tokens."""
+    ) -> None:
+        """One sparse-view step: append accepted tokens and the target's own to each text. `qs` receives the
+        distributions of sampled tokens."""
         chunks = []
         for text in texts:
             draft = drafts.get(text, EMPTY_DRAFT)
             tokens = text.token_ids + draft.token_ids
-            chunks.append(Chunk(text.number, tokens, text.computed, len(tokens), draft.tree, True))
+            chunks.append(Chunk(text.number, tokens, text.computed, len(tokens), None, True))
         batch = self._batch(chunks, views)
         hidden_states_NX = self.runner(batch)
         seen = zip(chunks, map(max, zip(*views.surplus, strict=True)), strict=True)
@@ -294,35 +265,31 @@ class SparseViewDrafter:
         rows: list[int] = []
         for text in texts:
             text.computed = len(text.token_ids) - 1
-            rows += [first_rows[text], *(first_rows[text] + 1 + node for node in accepted[text])]
-        if chunks[0].tree is not None:
-            self.cache.move(batch.views, rows)
+            rows += range(first_rows[text], first_rows[text] + 1 + accepted[text])
         if self.drafter.boundaries:
             self.drafter.observe(starts, hidden_states_NX[:, C:].index_select(0, self._indices(rows)))
-        return {text: len(nodes) for text, nodes in accepted.items()}
 
     def _accept(
         self, texts: list[Sequence], drafts: dict[Sequence, Draft], first_rows: dict[Sequence, int], logits_NV: Tensor,
         qs: dict[Sequence, list[Tensor]],
-    ) -> dict[Sequence, list[int]]:  # fmt: skip
-        """Append accepted tokens and the target's own to each text; return the accepted indices in each draft.
+    ) -> dict[Sequence, int]:  # fmt: skip
+        """Append accepted tokens and the target's own to each text; return the number of accepted tokens.
 
         Row first_rows[text] follows the text, the rows after it follow its drafted tokens. The host waits once if no
         text needs sampling, otherwise for each token of the longest draft."""
-        accepted: dict[Sequence, list[int]] = {text: [] for text in texts}
-        nodes = dict.fromkeys(texts, -1)
+        accepted = dict.fromkeys(texts, 0)
         # Independent of the tokens before: all rows at once.
         argmax = checked(likeliest(logits_NV), logits_NV).tolist() if all(t.state.plain for t in texts) else None
         active = texts
         while active:
-            rows = [first_rows[text] + 1 + nodes[text] for text in active]
+            rows = [first_rows[text] + accepted[text] for text in active]
             if argmax is not None:
                 tokens = [argmax[row] for row in rows]
             else:
                 states = [text.state for text in active]
                 logits_SV = logits_NV.index_select(0, self._indices(rows))
                 p_SV = self.sampler.probabilities(logits_SV, states)
-                proposed = [drafts.get(text, EMPTY_DRAFT).sampled(nodes[text] + 1) for text in active]
+                proposed = [drafts.get(text, EMPTY_DRAFT).sampled(accepted[text]) for text in active]
                 tokens = checked(rejection_sampled(p_SV, states, proposed), logits_SV).tolist()
                 for text, p_V in zip(active, p_SV, strict=True):
                     if not text.request.params.greedy:
@@ -335,10 +302,8 @@ class SparseViewDrafter:
                     token = 0
                 text.token_ids.append(token)
                 text.state.append([token])
-                node = drafts.get(text, EMPTY_DRAFT).child(nodes[text], token)
-                if node is not None:
-                    nodes[text] = node
-                    accepted[text].append(node)
+                if drafts.get(text, EMPTY_DRAFT).child(accepted[text] - 1, token) is not None:
+                    accepted[text] += 1
                     next_active.append(text)
             active = next_active
         return accepted
@@ -348,12 +313,12 @@ class SparseViewDrafter:
 
     def _build_views(self, texts: list[Sequence], spans: list[tuple[int, int]]) -> SparseViews:
         """Views of texts with (length, room for drafted tokens) `spans`; they stay valid while the texts grow."""
-        sink, window, size, group = self.config.sink, self.config.window, self.tables.block_size, self.group
+        sink, window, size, group = self.view.sink, self.view.window, self.tables.block_size, self.group
         assert group is not None
         positions: list[list[np.ndarray]] = []
         for text, (length, room) in zip(texts, spans, strict=True):
             # Tokens after an old retrieval would otherwise grow without bound.
-            near_start = max(sink, length - window - self.config.max_provisional - 2)
+            near_start = max(sink, length - window - self.view.max_provisional - 2)
             retrieved = self.retrieved.get(text.number)
             if retrieved is None:
                 retrieved = RetrievedTokens([np.arange(sink)] * self.num_layers, near_start)

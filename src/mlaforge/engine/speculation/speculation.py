@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import abc
+from collections.abc import Sequence as Items
 
+from torch import Tensor
+
+from mlaforge.engine.execution.attention_probe import AttentionProbe
 from mlaforge.engine.execution.step_bytes import StepBytes
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.speculation.controller import NO_DRAFT, Controller, Decision
-from mlaforge.engine.speculation.drafter import Draft, Drafter, TreeDrafter
-from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+from mlaforge.engine.speculation.drafter import Draft, Drafter
+from mlaforge.engine.speculation.lookup import proposals
+from mlaforge.engine.speculation.policy import Decision, Policy
+from mlaforge.engine.speculation.sparse_view import SparseView
 from mlaforge.engine.speculation.statistics import SpeculationStats
 from mlaforge.engine.speculation.verification import Verified
 
@@ -20,126 +24,101 @@ class Proposal:
     """A step with its drafts.
 
     chunks        (sequence, stop): the step computes the sequence up to position `stop`, its draft included
+    drafts        without the empty ones
     budgets       tokens that a draft could have had, for sequences with a draft, empty drafts included
     ready_time    when the drafts were ready (time.perf_counter())
     sparse_bytes  bytes that sparse-view steps read for the drafts
+    probe         records the attention of some sequences for the next sparse views
     """
 
     chunks: list[tuple[Sequence, int]]
-    decision: Decision = NO_DRAFT
+    decision: Decision = dataclasses.field(default_factory=Decision)
     drafts: dict[Sequence, Draft] = dataclasses.field(default_factory=dict)
     budgets: dict[Sequence, int] = dataclasses.field(default_factory=dict)
     ready_time: float = 0.0
     sparse_bytes: StepBytes = dataclasses.field(default_factory=StepBytes)
+    probe: AttentionProbe | None = None
 
 
 class Speculation:
-    """A drafter, the controller that decides how much it drafts, and statistics.
+    """A drafter, the policy that decides how it drafts, and statistics.
 
-    `lookup`: drafts by prompt lookup go before the drafter's own. Per step: `controller.decide`, `propose`, and after
-    verification `record`."""
+    Per step: `policy.decide`, `propose`, and after verification `observe` and `record`."""
 
-    def __init__(self, drafter: Drafter, controller: Controller, lookup: PromptLookupDrafter | None = None):
-        assert not controller.tree or isinstance(drafter, TreeDrafter)
-        self.drafter, self.controller, self.lookup = drafter, controller, lookup
-        self.sparse_view = controller.sparse_view
-        self.stats = SpeculationStats(controller.max_draft_tokens)
+    def __init__(self, drafter: Drafter, policy: Policy):
+        self.drafter, self.policy = drafter, policy
+        self.sparse_view = next((mode for mode in policy.modes if isinstance(mode, SparseView)), None)
+        provisional = self.sparse_view.view.max_provisional if self.sparse_view else 0
+        self.stats = SpeculationStats(max(policy.max_tokens, policy.lookup_tokens, provisional))
 
     def propose(self, decision: Decision, chunks: list[tuple[Sequence, int]]) -> Proposal:
         """Draft for the positions that were reserved beyond each sequence's tokens; chunks shrink to their drafts."""
-        budgets = [(s, stop - len(s.token_ids)) for s, stop in chunks if stop > len(s.token_ids)]
-        drafts: dict[Sequence, Draft] = {}
+        drafter, lookup = decision.drafter, self.policy.lookup
+        assert drafter is not None
+        # Drafts under a sparse view look up by themselves.
+        looks_up = lookup is not None and drafter is not self.sparse_view
+        budgets = [
+            (s, room, min(room, drafter.room(s, decision.length)) if decision.length else 0)
+            for s, stop in chunks if (room := stop - len(s.token_ids)) > 0
+        ]  # fmt: skip
+        proposed = proposals(drafter, lookup if looks_up else None, budgets, decision.lookup, decision.min_probability)
         budget_of: dict[Sequence, int] = {}
-        proposed = self._drafts(decision, budgets)
-        for sequence, count in budgets:
+        for sequence, room, count in budgets:
             if (draft := proposed.get(sequence)) is not None:
-                assert len(draft.token_ids) <= count
-                fixed = decision.tree or draft.lookup_tokens
-                budget_of[sequence] = draft.depth if fixed else min(count, decision.depth(sequence))
-                if draft.token_ids:
-                    drafts[sequence] = draft
+                assert len(draft.token_ids) <= room
+                budget_of[sequence] = draft.depth if draft.parents or draft.copied else count
+        drafts = {sequence: draft for sequence, draft in proposed.items() if draft.token_ids}
         lengths = {sequence: len(draft.token_ids) for sequence, draft in drafts.items()}
         chunks = [(s, min(stop, len(s.token_ids) + lengths.get(s, 0))) for s, stop in chunks]
-        sparse = any(draft.sparse_steps for draft in drafts.values())
-        sparse_bytes = self.sparse_view.bytes_read if sparse and self.sparse_view is not None else StepBytes()
-        return Proposal(chunks, decision, drafts, budget_of, time.perf_counter(), sparse_bytes)
+        probe, sparse_bytes = None, StepBytes()
+        if (view := self.sparse_view) is not None:
+            if drafter is view or not view.applies([s for s, _ in chunks if s.decoding], alone=False):
+                # Steps without a sparse view included: a prompt may end whose drafts sparse-view steps verify later.
+                probe = view.probe([(sequence, min(stop, len(sequence.token_ids))) for sequence, stop in chunks])
+            if any(draft.steps for draft in drafts.values()):
+                sparse_bytes = view.bytes_read
+        return Proposal(chunks, decision, drafts, budget_of, time.perf_counter(), sparse_bytes, probe)
 
-    def _drafts(self, decision: Decision, budgets: list[tuple[Sequence, int]]) -> abc.Mapping[Sequence, Draft | None]:
-        def look_up(sequence: Sequence, room: int) -> Draft | None:
-            count = min(room, decision.lookup_tokens)
-            if self.lookup is None or not count:
-                return None
-            return self.lookup.propose_confident(sequence, count, decision.lookup_min_probability)
-
-        drafts = {sequence: draft for sequence, room in budgets if (draft := look_up(sequence, room))}
-        budgets = [(s, room) for s, room in budgets if s not in drafts and decision.depth(s)]
-        if not budgets:
-            return drafts
-        if decision.sparse_view and self.sparse_view is not None:
-            return drafts | self.sparse_view.propose(budgets, decision.min_probability, look_up, decision.tree)
-        if not decision.tree:
-            chains = [(s, min(room, decision.depth(s))) for s, room in budgets]
-            proposed = self.drafter.propose(chains, decision.min_probability)
-            return drafts | dict(zip((s for s, _ in chains), proposed, strict=True))
-        assert isinstance(self.drafter, TreeDrafter)
-        ((sequence, room),) = budgets
-        count = min(room, decision.tree)
-        return drafts | {sequence: self.drafter.propose_tree(sequence, count, min(count, decision.depth(sequence)))}
+    def observe(self, starts: Items[tuple[Sequence, int]], states_NS: Tensor | None) -> None:
+        """As Drafter.observe, after a step whose probe has recorded. `states_NS`: None without captured states."""
+        if self.sparse_view is not None:
+            self.sparse_view.retrieve()
+        if starts and states_NS is not None:
+            self.drafter.observe(starts, states_NS)
 
     def record(
-        self, proposal: Proposal, decoded: abc.Sequence[tuple[Sequence, Verified]], verified_time: float,
-        rows: int | None, full_bytes: StepBytes,
+        self, proposal: Proposal, decoded: Items[tuple[Sequence, Verified]], start_time: float, verified_time: float,
+        alone: bool, full_bytes: StepBytes,
     ) -> None:  # fmt: skip
         """Record a finished step.
 
         decoded         decoding sequences and their verification
-        verified_time   when the tokens were known (time.perf_counter())
-        rows            computed rows; None where the step computed prompts too
+        start_time      when the step started, verified_time: when the tokens were known (time.perf_counter())
+        alone           whether the step computed decoding sequences only
         full_bytes      bytes that the step read, drafting excluded
         """
-        decision = proposal.decision
         speculating = [(s, verified) for s, verified in decoded if s.request.params.speculate]
         for sequence, verified in speculating:
             self._record_sequence(proposal, sequence, verified)
-        seconds = time.perf_counter() - decision.start_time
+        seconds = time.perf_counter() - start_time
         if speculating:
-            draft_seconds, verify_seconds = (
-                proposal.ready_time - decision.start_time,
-                verified_time - proposal.ready_time,
-            )
-            self.stats.count_engine_step(len(speculating), seconds, draft_seconds, verify_seconds)
-        if rows is None or len(decoded) != len(speculating):
-            return
-        tokens = sum(len(verified.completion.token_ids) for _, verified in decoded)
-        self.stats.count_bytes(tokens, full_bytes, proposal.sparse_bytes)
-        # A lookup draft of a single sequence is the same in every mode; of several sequences one nearly always has one.
-        looked_up = len(speculating) == 1 and any(draft.lookup_tokens for draft in proposal.drafts.values())
-        if decision.mode is not None and self.controller.mode_selector is not None and not looked_up:
-            self.controller.mode_selector.record(decision.mode, tokens, seconds)
-        if decision.policy is not None and not (decision.tree and looked_up):
-            rows = rows if decision.tree else len(decoded) + sum(proposal.budgets.values())
-            decision.policy.record_time(rows, seconds)
+            drafting = proposal.ready_time - start_time
+            verifying = verified_time - proposal.ready_time
+            self.stats.count_engine_step(len(speculating), seconds, drafting, verifying)
+        if alone and len(decoded) == len(speculating):
+            tokens = sum(len(verified.completion.token_ids) for _, verified in decoded)
+            self.stats.count_bytes(tokens, full_bytes, proposal.sparse_bytes)
+            self.policy.record(proposal.decision, tokens, len(decoded) + sum(proposal.budgets.values()), seconds)
 
     def _record_sequence(self, proposal: Proposal, sequence: Sequence, verified: Verified) -> None:
-        draft, accepted = proposal.drafts.get(sequence), len(verified.accepted)
-        drafted, tokens = 0 if draft is None else draft.depth, len(verified.completion.token_ids)
-        self.stats.count(drafted, accepted, tokens)
-        if draft is not None and draft.parents is not None:
-            self.stats.tree_tokens += len(draft.token_ids)
-        lookup = 0 if draft is None else draft.lookup_tokens
-        provisional = drafted - lookup
-        if draft is not None and draft.sparse_steps and self.sparse_view is not None:
-            confirmed = min(accepted, provisional) - verified.disagreements
-            self.sparse_view.record_verification(sequence, provisional, confirmed)
-            self.stats.sparse_steps += draft.sparse_steps
-            self.stats.full_steps += 1
-            self.stats.provisional += provisional
-            self.stats.confirmed += confirmed
-        self.stats.lookup_tokens += lookup
+        draft, accepted = proposal.drafts.get(sequence, Draft([])), len(verified.accepted)
+        drafted, tokens = draft.depth, len(verified.completion.token_ids)
+        self.stats.count(draft, accepted, tokens)
         # Where the text ended within the draft, the rest was not verified.
-        if accepted == drafted or accepted < tokens:
-            policy = proposal.decision.policy
-            if lookup and self.lookup is not None and accepted >= provisional:
-                self.lookup.acceptance.record(lookup, accepted - provisional)
-            elif policy is not None and not lookup:
-                policy.acceptance.record(proposal.budgets.get(sequence, 0), accepted)
+        if accepted < drafted and accepted == tokens:
+            return
+        budget = proposal.budgets.get(sequence, 0)
+        if draft.copied and self.policy.lookup is not None:
+            self.policy.lookup.confident_acceptance.record(budget, accepted)
+        elif proposal.decision.drafter is not None:
+            proposal.decision.drafter.record(sequence, draft, budget, accepted)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from mlaforge.engine.execution.step_bytes import StepBytes
+from mlaforge.engine.speculation.drafter import Draft
 
 DEFINITIONS = {
     "steps": "pairs of a decoding sequence and a step, with or without a draft; a prompt's last step does not count",
@@ -108,13 +109,21 @@ class SpeculationStats:
         whole = self.full_weight_bytes + self.full_cache_bytes + self.sparse_weight_bytes + self.sparse_cache_bytes
         return {"full": full, "partial": sparse, "all": _share(whole, self.bytes_tokens)}
 
-    def count(self, drafted: int, accepted: int, tokens: int) -> None:
-        """Count the step of a sequence."""
+    def count(self, draft: Draft, accepted: int, tokens: int) -> None:
+        """Count the step of a sequence, with its draft, empty or not."""
+        drafted = draft.depth
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted
         self.tokens += tokens
         self.long_steps += tokens >= 2
+        self.tree_tokens += len(draft.token_ids) if draft.parents is not None else 0
+        self.lookup_tokens += drafted if draft.copied else 0
+        if draft.steps:
+            self.sparse_steps += draft.steps
+            self.full_steps += 1
+            self.provisional += drafted
+            self.confirmed += accepted
         for position in range(drafted):
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < accepted

@@ -38,13 +38,11 @@ class Verified:
 
     completion      the new tokens
     accepted        indices of the accepted tokens in the draft
-    disagreements   of these, tokens of a lossy draft that the target would not have produced
     non_finite      the logits after these tokens have NaN or infinity
     """
 
     completion: Completion
     accepted: list[int] = dataclasses.field(default_factory=list)
-    disagreements: int = 0
     non_finite: bool = False
 
 
@@ -69,9 +67,6 @@ def verify(
             if token == NO_TOKEN:
                 verified[i].non_finite = True
                 continue
-            if draft is not None and draft.lossy and nodes[i] + 1 < len(draft.token_ids):
-                verified[i].disagreements += token != draft.token_ids[nodes[i] + 1]
-                token = draft.token_ids[nodes[i] + 1]
             text, _, completion.finish_reason, completion.stop_reason = sequence.stopping.append([token])
             completion.text += text
             completion.token_ids.append(token)
