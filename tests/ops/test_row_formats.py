@@ -302,7 +302,7 @@ def test_descriptors_load_no_torch():
         "import sys\n"
         "from mlaforge.ops.row_formats import format_names, row_format\n"
         "import mlaforge.planning.plan, mlaforge.engine.config\n"
-        "formats = [row_format(name, (64, 64), counts=(16, 8)) for name in format_names()]\n"
+        "formats = [row_format(name, (64, 64), counts=(64, 8)) for name in format_names()]\n"
         "assert all(format.bytes(32) and format.parts and format.descriptor for format in formats)\n"
         "assert 'torch' not in sys.modules"
     )
