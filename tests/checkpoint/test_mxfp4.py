@@ -138,6 +138,9 @@ def test_stored_names_and_shapes_follow_the_config():
             assert (tuple(blocks.shape), tuple(scales.shape)) == mxfp4.stored_shapes(shape)
     packed["quantization_config"]["modules_to_not_convert"].append("model.layers.0")
     assert mxfp4.packed_names(packed, expected) == ["model.layers.1.mlp.experts.down_proj"]
+    # A module by the end of its name.
+    packed["quantization_config"]["modules_to_not_convert"] = ["1.mlp.experts"]
+    assert mxfp4.packed_names(packed, expected) == ["model.layers.0.mlp.experts.gate_up_proj"]
     for plain in ({}, {"quantization_config": None}, {"quantization_config": {"quant_method": "fp8"}}):
         assert mxfp4.stored(plain, expected) == expected
 
