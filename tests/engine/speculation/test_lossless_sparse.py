@@ -1,6 +1,5 @@
 """Speculation on sparse models at contexts past topk: every query token of a step has the selection that it has when it
-is decoded alone. In bf16 tokens and log probabilities are equal to the bit; in fp32 torch's products differ by
-rounding, which may also exchange tokens of a selection whose scores are nearly equal."""
+is decoded alone. In bf16 tokens and log probabilities are equal to the bit (fp32: tests/engine/test_sparse.py)."""
 
 import pytest
 
@@ -19,10 +18,6 @@ NEW = 24
 PROMPTS = [*random_prompts(150, 33, 230), random_prompts(9, seed=1)[0] * 12]
 
 
-def engine(model, dtype):
-    return watched(model, dtype=dtype, cache_bytes=16 << 20, max_num_batched_tokens=64, max_num_seqs=8)
-
-
 def answers(llm, prompts, **options):
     """Token ids, and the log probabilities of each with those of the likeliest tokens."""
     how = SamplingParams(**{"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True, "logprobs": 2, **options})
@@ -35,7 +30,8 @@ def answers(llm, prompts, **options):
 def test_equals_plain_decoding_to_the_bit(layout, sparse):
     """Alone and in batches, with drafts of which a part is rejected, greedy and seeded."""
     family, kind, *share = layout
-    llm = engine(sparse(family, kind, **({"share": share[0]} if share else {})), "bfloat16")
+    model = sparse(family, kind, **({"share": share[0]} if share else {}))
+    llm = watched(model, dtype="bfloat16", cache_bytes=16 << 20, max_num_batched_tokens=64, max_num_seqs=8)
     for how in ({}, {"temperature": 0.9, "seed": 3, "top_k": 50}):
         plain = answers(llm, PROMPTS, speculate=False, **how)
         texts = [prompt + text for prompt, text in zip(PROMPTS, plain[0], strict=True)]
@@ -57,22 +53,4 @@ def test_equals_plain_decoding_to_the_bit(layout, sparse):
                    sink=1, window=16, max_provisional=8).stats  # fmt: skip
     assert answers(llm, PROMPTS) == plain
     assert stats.sparse_steps > 4 and stats.provisional > 8
-    llm.engine.set_drafter(None, specpv=False)
     idle(llm.engine)
-
-
-@pytest.mark.parametrize("layout", ["gqa", "latent", "latent_rope", "coded"])
-def test_float32(layout, sparse):
-    """Log probabilities as of decoding the same text, up to the first token that another may replace."""
-    llm, (prompt,) = engine(sparse("llama", layout), "float32"), random_prompts(100)
-    (ids,), (logprobs,) = answers(llm, [prompt])
-    margins = [top[0][1] - top[1][1] for _, top in logprobs]
-    sure = next((i for i, margin in enumerate(margins) if margin < 2e-3), NEW)
-    assert sure > 4
-    for tree in (0, 12):
-        branch(llm.engine, Branching([prompt + ids], 0.8), 4, tree)
-        (drafted,), (drafted_logprobs,) = answers(llm, [prompt])
-        assert drafted[:sure] == ids[:sure]
-        values, expected = ([x for x, _ in own[:sure]] for own in (drafted_logprobs, logprobs))
-        assert values == pytest.approx(expected, abs=2e-3)
-        assert llm.engine.stats().speculation.accepted > 4
