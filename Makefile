@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 # Python of an environment with vLLM; by default one is made.
 VLLM ?= .venv-vllm/bin/python
 
-.PHONY: demo architecture docs test test-slow test-vllm test-clients lint bench-conversion bench-gpt-oss bench-calibration bench-memory bench-engine \
-  bench-load bench-serving bench-kernels bench-speculation bench-healing bench-front front bench gpu-static attack clean
+.PHONY: demo architecture docs test test-slow test-vllm test-clients lint bench-bench bench-calibrate bench-draft \
+  bench-engine bench-gpt-oss bench-results bench-serving bench-sparsity bench-speculation gpu-static attack clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -64,61 +64,73 @@ test-vllm: $(VENV)/.ready $(VLLM)
 test-clients: $(VENV)/.ready .venv-clients/.ready
 	MLAFORGE_CLIENTS=$(abspath .venv-clients) $(BIN)/python -m pytest -m slow tests/clients
 
-bench-conversion: $(VENV)/.ready
-	$(BIN)/python benchmarks/conversion.py --data ../shared/data
+# The measurements of each page of results, docs/PAGE.md. BASE: another checkout of mlaforge, measured beside this one.
+# PEERS: options of `mlaforge bench` that add other engines, such as `--peer vllm.yaml` (docs/bench.md).
+DATA ?= ../shared/data
+MEASURE = $(BIN)/python -m benchmarks
+FORMS = $(MEASURE).forms
+TEXT = --text $(DATA)/wikitext-2/wiki.test.raw
+BASED = $(if $(BASE),--base $(BASE))
+HEADS = src/mlaforge/demo/heads/smollm2-135m-instruct
 
-bench-healing: $(VENV)/.ready
-	$(BIN)/python benchmarks/healing.py --data ../shared/data
-
-bench-front: $(VENV)/.ready
-	$(BIN)/python benchmarks/front.py --data ../shared/data
-
-# docs/front-*.svg and docs/speed-*.svg, from committed measurements.
-front: $(VENV)/.ready
-	$(BIN)/python benchmarks/front_picture.py
-
-bench-gpt-oss: $(VENV)/.ready
-	$(BIN)/python benchmarks/gpt_oss.py --data ../shared/data
-
-bench-calibration: $(VENV)/.ready
-	$(BIN)/python benchmarks/calibration.py --data ../shared/data
-	$(BIN)/python benchmarks/self_calibration.py --data ../shared/data
-
-bench-memory: $(VENV)/.ready
-	$(BIN)/python benchmarks/memory.py
+bench-results: $(VENV)/.ready
+	$(MEASURE).kv_cache --data $(DATA)
+	$(MEASURE).conversion --data $(DATA)
+	$(MEASURE).healing --data $(DATA)
+	$(FORMS) speed original latent latent_rope "latent, 4 bits" "latent, 3 bits" "original, sparse" \
+	  "latent, 4 bits, sparse" -- --context 128,2048,8000 --kv-cache-dtype auto,int8,int4 --transformers none \
+	  $(TEXT) $(BASED) --summary benchmarks/speed.json --table $$($(BIN)/python -c 'from mlaforge.ops.native import form; print(form())')
+	$(BIN)/python -m research.front --data $(DATA)
+	$(BIN)/python -m research.front_picture
 
 bench-engine: $(VENV)/.ready
-	$(BIN)/python benchmarks/engine.py --data ../shared/data
+	$(FORMS) engine original latent latent_rope -- --context 128,2048,8000 --dtype auto,int8,int4 $(TEXT) $(BASED) \
+	  $(PEERS) --summary benchmarks/engine.json --table weights
 
 bench-speculation: $(VENV)/.ready
-	$(BIN)/python benchmarks/acceptance.py --data ../shared/data
-	$(BIN)/python benchmarks/speculation.py --data ../shared/data --draft src/mlaforge/demo/heads/smollm2-135m-instruct-original
+	$(FORMS) draft original -- --prompts $(DATA)/prompts/mt_bench.jsonl --rounds 79 --draft ngram,replay,default,tree,$(HEADS)-original \
+	  --transformers none --summary benchmarks/speculation.json --table mt_bench
+	$(FORMS) large-context original -- --context 8000 --batch 1,4 --rounds 4 --tokens 128 --specpv off,lossless,lossy \
+	  --draft default,$(HEADS)-original $(TEXT) --transformers none --summary benchmarks/speculation.json --table documents
+
+bench-draft: $(VENV)/.ready
+	$(FORMS) draft original -- --prompts $(DATA)/prompts/mt_bench.jsonl --batch 16 --rounds 4 --draft ngram,$(HEADS)-original \
+	  --transformers none --summary benchmarks/speculation.json --table "acceptance, original"
+	$(FORMS) draft latent -- --prompts $(DATA)/prompts/mt_bench.jsonl --batch 16 --rounds 4 --draft ngram,$(HEADS)-latent-50 \
+	  --transformers none --summary benchmarks/speculation.json --table "acceptance, latent 50 %"
+
+bench-sparsity: $(VENV)/.ready
+	$(FORMS) speed original "original, 512 read" "latent, 512 read" "latent_rope, 512 read" "latent, 4 bits, 512 read" -- \
+	  --context 8000 --batch 1,8 --transformers none $(TEXT) $(BASED) --summary benchmarks/sparsity.json --table speed
+	$(MEASURE).sparsity --data $(DATA) --model "runs/forms/original, sparse" --form original
+	$(MEASURE).default_quality --data $(DATA) --probes
+
+bench-gpt-oss: $(VENV)/.ready
+	$(MEASURE).gpt_oss --data $(DATA)
+	$(MEASURE).memory
+	$(BIN)/mlaforge make-gptoss runs/gptoss-20b --geometry 20b
+	$(MEASURE).packed_experts --formats bfloat16 int8 $(if $(LLAMA),--llama $(LLAMA))
+
+bench-calibrate: $(VENV)/.ready
+	$(BIN)/python -m research.calibration --data $(DATA)
+	$(BIN)/python -m research.self_calibration --data $(DATA)
 
 # MODEL: what is served; by default the demo's.
-bench-load: $(VENV)/.ready
-	model='$(MODEL)'; $(BIN)/python benchmarks/load.py \
-	  "$${model:-$$($(BIN)/python -c 'from mlaforge.demo.model import fetch; print(fetch())')}" --minutes 10
-
-# Requests that come at random. BASE: a second checkout of mlaforge, measured beside this one.
 bench-serving: $(VENV)/.ready
-	model='$(MODEL)'; $(BIN)/python benchmarks/serving.py \
-	  "$${model:-$$($(BIN)/python -c 'from mlaforge.demo.model import fetch; print(fetch())')}" $(if $(BASE),--base $(BASE))
+	model='$(MODEL)'; model="$${model:-$$($(BIN)/python -c 'from mlaforge.demo.model import fetch; print(fetch())')}"; \
+	  $(MEASURE).serving "$$model" $(BASED) && $(MEASURE).load "$$model" --minutes 10
 
-# Needs a GPU.
-bench-kernels: $(VENV)/.ready
-	$(BIN)/python benchmarks/paged_kernels.py --out benchmarks/kernels
+# The gates' scenarios on MODEL (default: the demo's), and the verdicts. On a CPU the twins.
+bench-bench: $(VENV)/.ready
+	model='$(MODEL)'; $(BIN)/mlaforge bench single,batch --perf --summary benchmarks/bench.json \
+	  "$${model:-$$($(BIN)/python -c 'from mlaforge.demo.model import fetch; print(fetch())')}"
+	$(BIN)/mlaforge gate
 
 # Every Triton kernel compiled for five kinds of GPUs, without one: registers, spills, shared memory, instructions; and
 # the times predicted from them (planning/kernel_loops.json, docs/reference/kernel-times.md).
 gpu-static: $(VENV)/.ready
-	TRITON_INTERPRET=0 $(BIN)/python -m mlaforge.gpu_verification.static --out benchmarks/gpu_static.json
+	TRITON_INTERPRET=0 $(BIN)/python -m mlaforge.gpu_verification.static
 	TRITON_INTERPRET=0 $(BIN)/python -m mlaforge.gpu_verification.predictions
-
-# The gates' scenarios on MODEL (default: the demo's), and the verdicts. On a CPU the twins.
-bench: $(VENV)/.ready
-	model='$(MODEL)'; $(BIN)/mlaforge bench single,batch --perf \
-	  "$${model:-$$($(BIN)/python -c 'from mlaforge.demo.model import fetch; print(fetch())')}"
-	$(BIN)/mlaforge gate
 
 # The product attacked from outside (tests/attack): requests, connections, corrupted files, kills. SHARE=0.02 for a look.
 attack: $(VENV)/.ready

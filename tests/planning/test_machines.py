@@ -63,8 +63,8 @@ def test_predicted_sparse_step_times_match_measurements() -> None:
     sparse_rows = [row for row in rows if "over_base" in row]
     assert len(sparse_rows) == 2 * len(dense)
     for row in sparse_rows:
-        form, ms, topk = row["peer"].rpartition(", ")[0], row["ms_per_step"], row["read"]
-        context = int(row["case"].removesuffix("x1"))
+        (form, _, reads), ms = row["peer"].rpartition(", "), row["ms_per_step"]
+        context, topk = int(row["case"].removesuffix("x1")), int(reads.removesuffix(" read"))
         layers = tuple(dataclasses.replace(layer, topk=topk, index=32) for layer in dense[form].layers)
         plan = dataclasses.replace(dense[form], layers=layers)
         seconds = [decode_step(p, cpu, context, 1).total for p in (plan, dense["original"])]

@@ -165,6 +165,13 @@ def test_the_table_holds_what_was_measured():
     assert shown == forms
 
 
+def test_every_page_of_results_has_a_target():
+    """docs/PAGE.md, which names a committed table, and `make bench-PAGE`; plan.md reads tables of other pages."""
+    targets = set(re.findall(r"^bench-([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    table = re.compile(r"(?:benchmarks|research)/\w+\.json")
+    assert targets == {path.stem for path in DOCS.glob("*.md") if table.search(path.read_text())} - {"plan"}
+
+
 def make_targets(text: str) -> set[str]:
     return set(re.findall(r"^ +make ([a-z-]+)", text, re.MULTILINE))
 

@@ -30,7 +30,8 @@ class CheckoutPeer:
         # Output for error messages; an unread pipe would block the process. `close` closes it.
         self.output = tempfile.TemporaryFile()  # noqa: SIM115
         environment = checkout_environment(checkout) or {}
-        words = [sys.executable, "-P", decode.__file__, json.dumps({"model": str(directory), **options})]
+        packages, settings = str(checkout.absolute() / "src"), json.dumps({"model": str(directory), **options})
+        words = [sys.executable, "-P", decode.__file__, packages, settings]
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.output, text=True,
             env={**environment, "OMP_NUM_THREADS": str(torch.get_num_threads())},

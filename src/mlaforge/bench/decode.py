@@ -49,10 +49,16 @@ def decode(
 
 
 def main() -> None:
-    """Answer requests on the engine that `LLM(**options)` of the mlaforge on the path loads; options: JSON."""
+    """Answer requests on the engine that `LLM(**options)` of a checkout loads. Arguments: the checkout's folder of
+    packages, which must be first on the path, and options as JSON."""
     # Libraries that print must not add to the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    import mlaforge
+
+    packages, options = sys.argv[1:]
+    if not os.path.samefile(os.path.dirname(mlaforge.__path__[0]), packages):
+        sys.exit(f"mlaforge is imported from {mlaforge.__path__[0]}")
     from mlaforge.engine.llm import LLM
 
     try:
@@ -61,7 +67,7 @@ def main() -> None:
         # Its place in versions before the 25th of November 2026.
         from mlaforge.engine.params import SamplingParams  # type: ignore[import-untyped, no-redef]
 
-    engine = LLM(**json.loads(sys.argv[1])).engine
+    engine = LLM(**json.loads(options)).engine
     reset = engine.reset_prefix_cache if hasattr(engine, "reset_prefix_cache") else engine.forget  # type: ignore[attr-defined]
     print("[]", file=answers, flush=True)
     for line in sys.stdin:

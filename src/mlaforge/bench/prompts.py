@@ -63,13 +63,15 @@ class Conversations(Prompts):
             raise UserError(
                 f"{self.file} has {len(self.turns)} prompts, {count} are needed; reduce --rounds or --batch"
             )
-        ids = corpus.tokens(self.tokenizer, self.text, count * context)
+        ids = corpus.tokens(self.tokenizer, self.text, count * context) if context else []
         if len(ids) < count * context:
             raise UserError(
                 f"the text has {len(ids)} tokens, {count} passages of {context} are needed; give more --text or reduce "
                 "--rounds or --context"
             )
-        passages = [self.tokenizer.decode(ids[n * context : (n + 1) * context]) for n in range(count)]
+        passages = [
+            self.tokenizer.decode(ids[n * context : (n + 1) * context]) if context else "" for n in range(count)
+        ]
         prompts = [
             chat_template.render(self.tokenizer, [{"role": "user", "content": f"{passage}\n\n{turn}".lstrip()}])
             for passage, turn in zip(passages, self.turns, strict=False)

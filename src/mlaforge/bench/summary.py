@@ -42,8 +42,6 @@ def case(
     """One entry of `cases`. rows: the rows interleaved with this one, for ratios."""
     peer, variant = row.peer, row.variant
     stored = getattr(peer, "rows", "") or "auto"
-    if stored != "auto":
-        plan = dataclasses.replace(plan, stored=stored)
     is_engine, partial = peer.name == EnginePeer.name, variant.specpv != "off"
     drafting = f"k{variant.count} {variant.draft}" + (" specpv" if partial else "")
     rows_label = "" if stored == "auto" else f" {stored} rows"
@@ -59,6 +57,8 @@ def case(
     # A broken invariant ends the run and leaves cases without repetitions.
     if not row.repetitions:
         return entry
+    if stored != "auto":
+        plan = dataclasses.replace(plan, stored=stored)
     runs = speeds(row)
     ttfts = [repetition.ttft for repetition in row.repetitions if repetition.ttft is not None]
     token_seconds = [seconds for repetition in row.repetitions for seconds in repetition.token_seconds]
@@ -214,10 +214,8 @@ def short(body: dict[str, Any]) -> dict[str, Any]:
         peer += f", {rows} rows" if rows not in (None, "auto") else ""
         entry: dict[str, Any] = {"peer": peer, "case": f"{case['context']}x{case['batch']}"}
         if case["num_speculative_tokens"]:
-            entry |= {
-                "drafts": f"{case['num_speculative_tokens']} {case['draft']}",
-                "specpv": case.get("specpv", "off"),
-            }
+            fixed = "" if case["draft"] == "default" else f"{case['num_speculative_tokens']} "
+            entry |= {"drafts": fixed + case["draft"], "specpv": case.get("specpv", "off")}
         if "tokens_per_second" not in case:
             return entry | {"status": case["status"], "limit": (case["limit"] or {}).get("what")}
         block, first = case["eagle_speculation"] or {}, case["time_to_first_token"]
