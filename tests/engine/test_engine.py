@@ -80,13 +80,22 @@ def test_seeded_request_is_independent_of_its_batch(options, llama):
 
 
 def test_seeded_request_is_independent_of_preemption(llama, reused):
+    """Its continuations are preempted between two draws, because an older request grows."""
     alone = texts(watched(llama).generate([PROMPT], draw())[0])
-    before = reused.engine.stats().preemptions
-    renew(reused.engine, 1, 75 + 20, block_size=4, max_num_seqs=4)
-    outputs = reused.generate([LONG, PROMPT], [greedy(20), draw()])
-    assert texts(outputs[1]) == alone
-    assert reused.engine.stats().preemptions > 0 == before
-    idle(reused.engine)
+    engine, drawn, preempted = reused.engine, [[], [], []], set()
+    renew(engine, 4, 75 + 20, block_size=4, max_num_seqs=4)
+    engine.add("older", LONG, greedy(20))
+    while not engine.scheduler.running or not engine.scheduler.running[0].decoding:
+        engine.step()
+    engine.add("drawn", PROMPT, draw())
+    while engine.has_work:
+        for output in engine.step():
+            for completion in output.outputs if output.request_id == "drawn" else ():
+                drawn[completion.index] += completion.token_ids
+        preempted |= {sequence.index for sequence in engine.scheduler.waiting if sequence.state.generated}
+    assert drawn == alone
+    assert {1, 2} <= preempted
+    idle(engine)
 
 
 def test_continuations_share_the_prompts_blocks(llama):

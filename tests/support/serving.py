@@ -27,11 +27,11 @@ class Served:
     def __init__(self, engine: Any, service: Any, server: uvicorn.Server, port: int) -> None:
         self.engine, self.service, self.server, self.port = engine, service, server, port
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
-            base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 30, **options}
+            base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 120, **options}
         )
 
     def post(self, path: str, **options: Any) -> httpx.Response:

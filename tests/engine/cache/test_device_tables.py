@@ -87,12 +87,12 @@ def test_device_copy_grows_and_reuses_rows(uploads):
 def test_engine_tokens_equal_with_device_tables(tiny_models, tmp_path, monkeypatch):
     """Windows, prefixes, continuations, preemption, and a head's own batches for each drafted token."""
     options = {"speculative": str(saved(tmp_path / "head", sliding_window=9)), "adaptive_speculation": False}
-    prompts = random_prompts(40, 40, 9)
+    prompts = random_prompts(40, 40, 9, 21)
 
     def tokens():
         llm = watched(tiny_models["gpt_oss"], **options)
-        renew(llm.engine, 6, 40 + 12, block_size=4)
-        outputs = [*llm.generate(prompts, greedy(12)), *llm.generate(prompts[:1], greedy(9, n=2))]
+        renew(llm.engine, 12, 40 + 24, block_size=4)
+        outputs = [*llm.generate(prompts, greedy(24)), *llm.generate(prompts[:1], greedy(9, n=2))]
         outputs += llm.generate([prompts[0] + [5, 6]], greedy(9))
         assert llm.engine.stats().preemptions and outputs[-1].num_cached_tokens
         idle(llm.engine)
