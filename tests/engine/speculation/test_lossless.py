@@ -55,7 +55,7 @@ arrivals = st.tuples(
 )  # fmt: skip
 
 
-@settings(max_examples=10)
+@settings(max_examples=12)
 @given(
     requests=st.lists(arrivals, min_size=1, max_size=5),
     mode=st.sampled_from(MODES),
@@ -189,16 +189,14 @@ def test_drafts_preempt_and_delay_nobody(llama):
 
 
 def test_request_can_disable_speculation(llama):
-    loop = random_prompts(7, seed=2)[0] * 4
     renew(llama.engine, 20, 400, block_size=16, max_step=64)
     llama.engine.set_drafter(None)
-    plain = tokens(llama.generate([loop], greedy(30))[0])
-    speculate(llama.engine, PromptLookupDrafter())
-    assert tokens(llama.generate([loop], greedy(30, speculate=False))[0]) == plain
-    stats = llama.engine.stats().speculation
-    assert (stats.steps, stats.drafted, stats.engine_steps) == (0, 0, 0)
-    assert tokens(llama.generate([loop], greedy(30))[0]) == plain
-    assert llama.engine.stats().speculation.drafted > 0
+    (text,) = tokens(llama.generate([BASE], greedy(20))[0])
+    for drafted in (False, True):
+        speculate(llama.engine, Knowing([BASE + text]))
+        assert tokens(llama.generate([BASE], greedy(20, speculate=drafted))[0]) == [text]
+        stats = llama.engine.stats().speculation
+        assert (stats.steps > 0, stats.drafted > 0, stats.engine_steps > 0) == (drafted,) * 3
     with pytest.raises(UserError, match="speculate"):
         SamplingParams(speculate=1)
     idle(llama.engine)
@@ -206,11 +204,13 @@ def test_request_can_disable_speculation(llama):
 
 # Sampling parameters, and the ends of texts
 
+WHOLE = AnyLength(retrieval=0, window=400, full_every=2, max_provisional=9)
 
-def drafts_by(engine, mode, texts, right=1.0, count=8, seed=0):
+
+def drafts_by(engine, mode, texts, right=1.0, count=8, seed=0, view=WHOLE):
     drafter = Branching(texts, right, seed=seed)
     if mode == "sparse view":
-        partly(engine, drafter, count, base=NARROW)
+        partly(engine, drafter, count, dtype="model", base=view)
     else:
         engine.set_drafter(
             PromptLookupDrafter() if mode == "lookup" else drafter, count, mode == "lookup", specpv=False,
@@ -232,7 +232,7 @@ def test_seeded_tokens_equal_plain_decoding(name, llama):
     cover = (("chain", 1, 0.5), ("chain", 3, 1.0), ("chain", 8, 0.5), ("lookup", 5, 1.0), ("tree", 4, 0.8),
              ("sparse view", 3, 0.5))  # fmt: skip
     for mode, count, right in cover:
-        drafts_by(llama.engine, mode, texts, right, count, seed=count)
+        drafts_by(llama.engine, mode, texts, right, count, count, NARROW)
         n = 1 if mode == "tree" else 2
         how = dataclasses.replace(params, n=n)
         # A tree is for a sequence that runs alone.

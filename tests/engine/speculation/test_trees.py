@@ -178,7 +178,7 @@ def test_a_tree_accepts_more_than_a_chain(words, tiny_models, tmp_path):
         stats = engine.stats().speculation
         lengths.append(stats.block()["mean_acceptance_length"])
         assert (stats.tree_tokens > 0) == (tree > 0)
-        assert stats.accepted > 0.1 * stats.drafted and (tree or stats.accepted < 0.95 * stats.drafted)
+        assert stats.accepted > 0 and (tree or stats.accepted < 0.95 * stats.drafted)
         check_identities(stats)
     assert lengths[3] > lengths[2] + 0.3
     idle(engine)
