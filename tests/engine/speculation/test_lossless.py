@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+from mlaforge.ops import native
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
 from support.eagle3_heads import saved
@@ -270,6 +271,52 @@ def test_text_ends_within_an_accepted_draft(mode, llama):
             assert got.outputs == want.outputs
             idle(engine)
         assert engine.stats().speculation.accepted > 0
+
+
+# Sparse models
+
+# Layers read 40 tokens, of which the newest 12 always (tests/engine/conftest.py).
+SPARSE = [("llama", "gqa"), ("llama", "latent"), ("llama", "latent_rope"), ("llama", "coded"), ("gpt_oss", "gqa"),
+           ("gpt_oss", "latent"), ("qwen3", "latent"), ("llama", "latent", 2)]  # fmt: skip
+
+
+def answers(llm, prompts, **options):
+    """Token ids, and the log probabilities of each with those of the likeliest tokens."""
+    how = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 2, **options})
+    completions = [output.outputs[0] for output in llm.generate(prompts, how)]
+    return [c.token_ids for c in completions], [[(x.logprob, x.top) for x in c.logprobs] for c in completions]
+
+
+@pytest.mark.skipif(not native.is_available(), reason="torch's products depend on the number of rows")
+@pytest.mark.parametrize("layout", SPARSE, ids=str)
+def test_sparse_models_past_topk(layout, sparse):
+    """Every query token of a step has the selection that it has when it is decoded alone (fp32:
+    tests/engine/test_sparse.py). Alone and in batches, with drafts of which a part is rejected, greedy and seeded."""
+    family, kind, *share = layout
+    model, prompts = sparse(family, kind, **({"share": share[0]} if share else {})), random_prompts(150, 33, 230)
+    # One prompt grows past topk while its answer is generated.
+    llm = watched(model, dtype="bfloat16", cache_bytes=16 << 20, max_num_batched_tokens=64, max_num_seqs=8)
+    engine = llm.engine
+    for how in ({"temperature": 0.9, "seed": 3, "top_k": 50}, {}):
+        plain = answers(llm, prompts, speculate=False, **how)
+        texts = [prompt + text for prompt, text in zip(prompts, plain[0], strict=True)]
+        for count in (1, 3, 8):
+            speculate(engine, Knowing(texts, 0.8, seed=count), count)
+            assert answers(llm, prompts, **how) == plain, count
+            assert engine.stats().speculation.accepted > 4
+        for depth, nodes in ((3, 12), (8, 24)):
+            branch(engine, Branching(texts, 0.8, seed=nodes), depth, nodes)
+            for prompt, *expected in zip(prompts, *plain, strict=True):
+                assert answers(llm, [prompt], **how) == tuple([own] for own in expected), (depth, nodes)
+            assert 0 < engine.stats().speculation.accepted < engine.stats().speculation.tree_tokens
+    stats = partly(engine, Knowing(texts, 0.8), dtype="model", sink=1, window=16, max_provisional=8).stats
+    assert answers(llm, prompts) == plain and stats.sparse_steps > 4 and stats.provisional > 8
+    # In texts of four tokens much occurred before.
+    few = {"logit_bias": dict.fromkeys(range(20, 24), 100.0)}
+    plain = answers(llm, prompts, speculate=False, **few)
+    speculate(engine, PromptLookupDrafter(), 8, prompt_lookup=True)
+    assert answers(llm, prompts, **few) == plain and engine.stats().speculation.drafted > 8
+    idle(engine)
 
 
 # Contexts of 8K
