@@ -20,6 +20,7 @@ from mlaforge.bench.peer import Variant
 from mlaforge.config import resolve
 from mlaforge.engine import engine as core
 from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.speculation.policy import Policy
 from mlaforge.planning import machines
 from mlaforge.planning.costs import Gpu
 from mlaforge.runtime import UserError
@@ -325,13 +326,13 @@ def break_invariant(monkeypatch, engine, name):
         monkeypatch.setenv("MLAFORGE_OPS", "reference")
     elif name == "drafting_goes_on":
         # Stop drafting after the first steps.
-        decide, calls = core.Controller.decide, itertools.count()
+        decide, calls = Policy.decide, itertools.count()
 
         def fewer(self, *words):
             decision = decide(self, *words)
-            return decision if next(calls) < 3 else dataclasses.replace(decision, count=0)
+            return decision if next(calls) < 3 else dataclasses.replace(decision, length=0)
 
-        monkeypatch.setattr(core.Controller, "decide", fewer)
+        monkeypatch.setattr(Policy, "decide", fewer)
     elif name == "cache_integrity":
 
         def shifted(*words):

@@ -2,12 +2,13 @@
 
 import pytest
 
-from mlaforge.sparsity import sparsify
-from mlaforge.sparsity.config import SparsifyConfig
-
 
 @pytest.fixture(scope="session")
 def sparse(converted, tiny_models, calibration_file, shared):
+    # Not earlier: torch reads the number of threads that tests/conftest.py sets when it is imported.
+    from mlaforge.sparsity import sparsify
+    from mlaforge.sparsity.config import SparsifyConfig
+
     made = {}
 
     def get(family, layout, **options):

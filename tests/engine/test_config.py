@@ -41,7 +41,7 @@ def test_step_and_cache_follow_the_device(device, tokens, fraction):
 def test_rejects_deterministic_where_it_does_not_hold(options, message, tiny_models, monkeypatch):
     options = {"device": "cpu", **options}
     if options["device"] == "cuda":
-        monkeypatch.setattr("mlaforge.engine.engine.resolve_device", lambda name: CUDA)
+        monkeypatch.setattr("mlaforge.engine.builder.resolve_device", lambda name: CUDA)
     if choice := options.pop("native", None):
         monkeypatch.setenv("MLAFORGE_NATIVE", choice)
         monkeypatch.setattr("mlaforge.ops.native.kernels", lambda: None)

@@ -85,9 +85,11 @@ def chi_square(counts, probabilities):
     return statistic, len(common) - 1 + (rest >= 5)
 
 
-def deviations(statistic, freedom):
-    """How many standard deviations above its mean a chi-square is: its cube root is nearly normal (Wilson and
-    Hilferty)."""
+def deviations(counts, probabilities):
+    """How many standard deviations above its mean Pearson's statistic is: the cube root of a chi-square is nearly
+    normal (Wilson and Hilferty)."""
+    statistic, freedom = chi_square(counts, probabilities)
+    assert freedom > 10
     return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
 
 

@@ -39,6 +39,7 @@ cache sampling
 request execution
 speculation scheduler
 stats step config_checks memory
+builder
 engine
 llm
 """

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mlaforge.engine import engine as core
+from mlaforge.engine import builder
 from mlaforge.engine.cache import device_tables
 from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.cache.device_tables import COLUMNS, ROWS, DeviceTables
@@ -99,7 +99,7 @@ def test_engine_tokens_equal_with_device_tables(tiny_models, tmp_path, monkeypat
         return [completion.token_ids for output in outputs for completion in output.outputs], llm.engine.tables
 
     plain, _ = tokens()
-    for module in (core, engine_driver):
+    for module in (builder, engine_driver):
         monkeypatch.setattr(module, "BlockTables", DeviceTables)
     ours, tables = tokens()
     assert ours == plain and isinstance(tables, DeviceTables) and tables._copy_GRC.any()

@@ -241,7 +241,7 @@ def refused(directory, message, **options):
 
 def on_a_gpu(monkeypatch, *capability):
     """An engine is refused as if this machine had such a GPU."""
-    monkeypatch.setattr("mlaforge.engine.engine.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("mlaforge.engine.builder.resolve_device", lambda name: torch.device("cuda"))
     gpu = GpuProperties.of_capability(*capability)
     monkeypatch.setattr("mlaforge.engine.config_checks.gpu_properties", lambda device: gpu)
 

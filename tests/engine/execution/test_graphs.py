@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlaforge.bench.host_waits import count_host_waits
-from mlaforge.engine import engine as core
+from mlaforge.engine import builder
 from mlaforge.engine.cache.block_tables import BlockTables, CacheGroup
 from mlaforge.engine.cache.kv_cache import Cache
 from mlaforge.engine.config import EngineConfig
@@ -70,7 +70,7 @@ def roomy(monkeypatch) -> None:
     def cache(*arguments: Any) -> Cache:
         return Cache(*arguments[:-1], num_scratch=1)
 
-    monkeypatch.setattr(core, "Cache", cache)
+    monkeypatch.setattr(builder, "Cache", cache)
 
 
 def tokens(engine: Engine, prompts: list[list[int]], count: int) -> dict[str, list[int]]:

@@ -11,17 +11,7 @@ from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from support.drafters import Drawing
 from support.eagle3_heads import recorded, saved
 from support.engine_driver import Oracle, idle, random_prompts, renew, watched
-from support.speculating import (
-    NARROW,
-    check_identities,
-    chi_square,
-    deviations,
-    drawn,
-    outcomes,
-    partly,
-    speculate,
-    tokens,
-)
+from support.speculating import NARROW, check_identities, deviations, drawn, outcomes, partly, speculate, tokens
 
 
 class Chosen(Drawing):
@@ -57,11 +47,12 @@ def test_sampled_tokens_follow_the_targets_distribution(mode, kind, tiny_models,
     tokens of its vocabulary, and it drafts all or likely ones."""
     directory, copied = tiny_models["llama"], kind == "copied"
     vocabulary, length = ([20, 21], 6) if copied else ([20, 21, 22], 4)
-    prompt = random_prompts(80)[0][: 60 if copied else 80] + [*itertools.chain(*RUNS), 6, 9] * copied
+    prompt = random_prompts(80)[0] if mode == "sparse view" else random_prompts(40, 40, seed=4)[1][:9]
+    prompt += [*itertools.chain(*RUNS), 6, 9] * copied
     exact = outcomes(Oracle(directory), prompt, length, vocabulary, 2.0)
     head = {"speculative": str(saved(tmp_path / "head", tokens=[7, *vocabulary]))} if kind in LENGTHS else {}
     llm = watched(directory, cache_bytes=16 << 20, **head)
-    renew(llm.engine, 4000, 120, block_size=4, max_step=4096, max_num_seqs=300)
+    renew(llm.engine, 4000, 140, block_size=4, max_step=4096, max_num_seqs=300)
     drafter = llm.engine.speculation.drafter if head else (Chosen if kind == "chosen" else Drawing)(vocabulary, 260)
     if mode == "chain":
         speculate(llm.engine, drafter, 2)
@@ -79,9 +70,7 @@ def test_sampled_tokens_follow_the_targets_distribution(mode, kind, tiny_models,
     assert (stats.sparse_steps > 600) == (mode == "sparse view")
     assert {len(draft.token_ids) for _, count, draft in seen if draft and count == 2} == LENGTHS.get(kind, set())
     check_identities(stats)
-    statistic, freedom = chi_square(counts, exact)
-    assert freedom > 10
-    assert deviations(statistic, freedom) > 5 if kind == "lying" else deviations(statistic, freedom) < 3.5
+    assert deviations(counts, exact) > 5 if kind == "lying" else deviations(counts, exact) < 3.5
 
 
 @pytest.mark.parametrize("head", [False, True])

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+from mlaforge.ops import native
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
 from support.eagle3_heads import saved
@@ -55,7 +56,7 @@ arrivals = st.tuples(
 )  # fmt: skip
 
 
-@settings(max_examples=10)
+@settings(max_examples=12)
 @given(
     requests=st.lists(arrivals, min_size=1, max_size=5),
     mode=st.sampled_from(MODES),
@@ -189,16 +190,14 @@ def test_drafts_preempt_and_delay_nobody(llama):
 
 
 def test_request_can_disable_speculation(llama):
-    loop = random_prompts(7, seed=2)[0] * 4
     renew(llama.engine, 20, 400, block_size=16, max_step=64)
     llama.engine.set_drafter(None)
-    plain = tokens(llama.generate([loop], greedy(30))[0])
-    speculate(llama.engine, PromptLookupDrafter())
-    assert tokens(llama.generate([loop], greedy(30, speculate=False))[0]) == plain
-    stats = llama.engine.stats().speculation
-    assert (stats.steps, stats.drafted, stats.engine_steps) == (0, 0, 0)
-    assert tokens(llama.generate([loop], greedy(30))[0]) == plain
-    assert llama.engine.stats().speculation.drafted > 0
+    (text,) = tokens(llama.generate([BASE], greedy(20))[0])
+    for drafted in (False, True):
+        speculate(llama.engine, Knowing([BASE + text]))
+        assert tokens(llama.generate([BASE], greedy(20, speculate=drafted))[0]) == [text]
+        stats = llama.engine.stats().speculation
+        assert (stats.steps > 0, stats.drafted > 0, stats.engine_steps > 0) == (drafted,) * 3
     with pytest.raises(UserError, match="speculate"):
         SamplingParams(speculate=1)
     idle(llama.engine)
@@ -206,11 +205,13 @@ def test_request_can_disable_speculation(llama):
 
 # Sampling parameters, and the ends of texts
 
+WHOLE = AnyLength(retrieval=0, window=400, full_every=2, max_provisional=9)
 
-def drafts_by(engine, mode, texts, right=1.0, count=8, seed=0):
+
+def drafts_by(engine, mode, texts, right=1.0, count=8, seed=0, view=WHOLE):
     drafter = Branching(texts, right, seed=seed)
     if mode == "sparse view":
-        partly(engine, drafter, count, base=NARROW)
+        partly(engine, drafter, count, dtype="model", base=view)
     else:
         engine.set_drafter(
             PromptLookupDrafter() if mode == "lookup" else drafter, count, mode == "lookup", specpv=False,
@@ -232,7 +233,7 @@ def test_seeded_tokens_equal_plain_decoding(name, llama):
     cover = (("chain", 1, 0.5), ("chain", 3, 1.0), ("chain", 8, 0.5), ("lookup", 5, 1.0), ("tree", 4, 0.8),
              ("sparse view", 3, 0.5))  # fmt: skip
     for mode, count, right in cover:
-        drafts_by(llama.engine, mode, texts, right, count, seed=count)
+        drafts_by(llama.engine, mode, texts, right, count, count, NARROW)
         n = 1 if mode == "tree" else 2
         how = dataclasses.replace(params, n=n)
         # A tree is for a sequence that runs alone.
@@ -270,6 +271,52 @@ def test_text_ends_within_an_accepted_draft(mode, llama):
             assert got.outputs == want.outputs
             idle(engine)
         assert engine.stats().speculation.accepted > 0
+
+
+# Sparse models
+
+# Layers read 40 tokens, of which the newest 12 always (tests/engine/conftest.py).
+SPARSE = [("llama", "gqa"), ("llama", "latent"), ("llama", "latent_rope"), ("llama", "coded"), ("gpt_oss", "gqa"),
+           ("gpt_oss", "latent"), ("qwen3", "latent"), ("llama", "latent", 2)]  # fmt: skip
+
+
+def answers(llm, prompts, **options):
+    """Token ids, and the log probabilities of each with those of the likeliest tokens."""
+    how = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 2, **options})
+    completions = [output.outputs[0] for output in llm.generate(prompts, how)]
+    return [c.token_ids for c in completions], [[(x.logprob, x.top) for x in c.logprobs] for c in completions]
+
+
+@pytest.mark.skipif(not native.is_available(), reason="torch's products depend on the number of rows")
+@pytest.mark.parametrize("layout", SPARSE, ids=str)
+def test_sparse_models_past_topk(layout, sparse):
+    """Every query token of a step has the selection that it has when it is decoded alone (fp32:
+    tests/engine/test_sparse.py). Alone and in batches, with drafts of which a part is rejected, greedy and seeded."""
+    family, kind, *share = layout
+    model, prompts = sparse(family, kind, **({"share": share[0]} if share else {})), random_prompts(150, 33, 230)
+    # One prompt grows past topk while its answer is generated.
+    llm = watched(model, dtype="bfloat16", cache_bytes=16 << 20, max_num_batched_tokens=64, max_num_seqs=8)
+    engine = llm.engine
+    for how in ({"temperature": 0.9, "seed": 3, "top_k": 50}, {}):
+        plain = answers(llm, prompts, speculate=False, **how)
+        texts = [prompt + text for prompt, text in zip(prompts, plain[0], strict=True)]
+        for count in (1, 3, 8):
+            speculate(engine, Knowing(texts, 0.8, seed=count), count)
+            assert answers(llm, prompts, **how) == plain, count
+            assert engine.stats().speculation.accepted > 4
+        for depth, nodes in ((3, 12), (8, 24)):
+            branch(engine, Branching(texts, 0.8, seed=nodes), depth, nodes)
+            for prompt, *expected in zip(prompts, *plain, strict=True):
+                assert answers(llm, [prompt], **how) == tuple([own] for own in expected), (depth, nodes)
+            assert 0 < engine.stats().speculation.accepted < engine.stats().speculation.tree_tokens
+    stats = partly(engine, Knowing(texts, 0.8), dtype="model", sink=1, window=16, max_provisional=8).stats
+    assert answers(llm, prompts) == plain and stats.sparse_steps > 4 and stats.provisional > 8
+    # In texts of four tokens much occurred before.
+    few = {"logit_bias": dict.fromkeys(range(20, 24), 100.0)}
+    plain = answers(llm, prompts, speculate=False, **few)
+    speculate(engine, PromptLookupDrafter(), 8, prompt_lookup=True)
+    assert answers(llm, prompts, **few) == plain and engine.stats().speculation.drafted > 8
+    idle(engine)
 
 
 # Contexts of 8K
