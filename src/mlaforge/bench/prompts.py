@@ -63,7 +63,7 @@ class Conversations(Prompts):
             raise UserError(
                 f"{self.file} has {len(self.turns)} prompts, {count} are needed; reduce --rounds or --batch"
             )
-        ids = corpus.tokens(self.tokenizer, self.text, count * context) if context else []
+        ids: Any = corpus.tokens(self.tokenizer, self.text, count * context) if context else []
         if len(ids) < count * context:
             raise UserError(
                 f"the text has {len(ids)} tokens, {count} passages of {context} are needed; give more --text or reduce "
