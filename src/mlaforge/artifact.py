@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlaforge.runtime import Interrupted, Resumable, UserError, environment, interrupted, log, progress
+from mlaforge.runtime import Interrupted, Resumable, UserError, compact_json, environment, interrupted, log, progress
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -97,22 +97,6 @@ class Manifest:
         if isinstance(manifest.files, list):
             manifest.files = dict.fromkeys(manifest.files, "")
         return manifest
-
-
-def compact_json(value: Any, width: int, indent: int = 0) -> str:
-    """Return `value` as JSON in which a list or mapping that fits into `width` characters has one line, unless it holds
-    a list of mappings, each of which begins a line. indent: of the line on which the value begins."""
-    line = json.dumps(value)
-    if not isinstance(value, dict | list | tuple) or not value or (indent + len(line) <= width and "[{" not in line):
-        return line
-    begin, end = "{}" if isinstance(value, dict) else "[]"
-    pairs = value.items() if isinstance(value, dict) else ((None, item) for item in value)
-    inner = " " * (indent + 1)
-    items = (
-        inner + ("" if key is None else f"{json.dumps(key)}: ") + compact_json(item, width, indent + 1)
-        for key, item in pairs
-    )
-    return f"{begin}\n" + ",\n".join(items) + f"\n{' ' * indent}{end}"
 
 
 def artifacts_below(folder: Path) -> dict[str, Manifest | None]:

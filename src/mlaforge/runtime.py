@@ -1,10 +1,11 @@
-"""The process: errors, interrupts, device, dtype, progress and environment variables.
+"""The process: errors, interrupts, device, dtype, progress, environment variables and the JSON that it writes.
 
 Imports nothing else of this package, so that every module may import it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -268,3 +269,19 @@ def environment() -> dict[str, str | int]:
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
     }
+
+
+def compact_json(value: Any, width: int, indent: int = 0) -> str:
+    """Return `value` as JSON in which a list or mapping that fits into `width` characters has one line, unless it holds
+    a list of mappings, each of which begins a line. indent: of the line on which the value begins."""
+    line = json.dumps(value)
+    if not isinstance(value, dict | list | tuple) or not value or (indent + len(line) <= width and "[{" not in line):
+        return line
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    pairs = value.items() if isinstance(value, dict) else ((None, item) for item in value)
+    inner = " " * (indent + 1)
+    items = (
+        inner + ("" if key is None else f"{json.dumps(key)}: ") + compact_json(item, width, indent + 1)
+        for key, item in pairs
+    )
+    return f"{begin}\n" + ",\n".join(items) + f"\n{' ' * indent}{end}"

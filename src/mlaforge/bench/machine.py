@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import torch
 
-from mlaforge.artifact import compact_json, record_text
+from mlaforge.artifact import record_text
 from mlaforge.ops import native
-from mlaforge.runtime import environment, version
+from mlaforge.runtime import compact_json, environment, version
 
 SCHEMA = 1
 # Longest line of a row.

@@ -63,20 +63,22 @@ class Conversations(Prompts):
             raise UserError(
                 f"{self.file} has {len(self.turns)} prompts, {count} are needed; reduce --rounds or --batch"
             )
-        ids: Any = corpus.tokens(self.tokenizer, self.text, count * context) if context else []
+        passages = self._passages(context, count) if context else [""] * count
+        prompts = [
+            chat_template.render(self.tokenizer, [{"role": "user", "content": passage + turn}])
+            for passage, turn in zip(passages, self.turns, strict=False)
+        ]
+        return [prompts[first : first + batch] for first in range(0, count, batch)]
+
+    def _passages(self, context: int, count: int) -> list[str]:
+        """Consecutive passages of the text."""
+        ids = corpus.tokens(self.tokenizer, self.text, count * context)
         if len(ids) < count * context:
             raise UserError(
                 f"the text has {len(ids)} tokens, {count} passages of {context} are needed; give more --text or reduce "
                 "--rounds or --context"
             )
-        passages = [
-            self.tokenizer.decode(ids[n * context : (n + 1) * context]) if context else "" for n in range(count)
-        ]
-        prompts = [
-            chat_template.render(self.tokenizer, [{"role": "user", "content": f"{passage}\n\n{turn}".lstrip()}])
-            for passage, turn in zip(passages, self.turns, strict=False)
-        ]
-        return [prompts[first : first + batch] for first in range(0, count, batch)]
+        return [self.tokenizer.decode(ids[n * context : (n + 1) * context]) + "\n\n" for n in range(count)]
 
     def describe(self) -> list[dict[str, str]]:
         """See Prompts.describe; the file of prompts is the first."""

@@ -71,10 +71,9 @@ def compiled(capability: int, names: Sequence[str]) -> list[Compiled]:
 def launch_of(record: dict[str, Any]) -> Compiled:
     """Return what the table keeps of a record of compilation.compile_one with its identity."""
     whole, loop = record["instructions"], record["loop"]
-    fields = (*kernel_loops.IDENTITY, "registers", "spilled", "shared")
+    same = {field: record[field] for field in (*kernel_loops.IDENTITY, "registers", "spilled", "shared")}
     return Compiled(
-        **{field: record[field] for field in fields},
-        instructions=whole["all"], tensor=whole["tensor"], loop_instructions=loop["all"],
+        **same, instructions=whole["all"], tensor=whole["tensor"], loop_instructions=loop["all"],
         loop_exponentials=loop["exponential"], loop_spills=loop["spill"], loop_wide_loads=loop["wide load"],
     )  # fmt: skip
 
