@@ -90,7 +90,8 @@ LENGTHS = [5, 300, 700]
 
 
 @pytest.fixture(scope="module")
-def toy_kernels(tmp_path_factory):
+def toy_kernels(request, tmp_path_factory):
+    """Kernels with the toy's header, compiled into pytest's cache: once until a source changes."""
     form = native.form()
     if form is None or native.compiler() is None:
         pytest.skip("no compiler, or a processor without kernels")
@@ -99,7 +100,8 @@ def toy_kernels(tmp_path_factory):
     shutil.copytree(FOLDER, source)
     (source / "rows/toy_rows.h").write_text(HEADER)
     library = KernelLibrary("toy", native.FORMS[form], source, (*FLAGS, "-DPOISONED_SCRATCH"))
-    torch.ops.load_library(library.build(folder))
+    cache = getattr(request.config, "cache", None)  # None with -p no:cacheprovider
+    torch.ops.load_library(library.build(cache.mkdir("toy-kernels") if cache else folder))
     return native.operations("toy")
 
 

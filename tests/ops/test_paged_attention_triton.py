@@ -132,6 +132,8 @@ def test_tiles_fit_into_the_gpus_shared_memory(capability, monkeypatch):
 
     gpu = GpuProperties.of_capability(*capability)
     monkeypatch.setattr(kernels, "gpu_properties", lambda device: gpu)
+    # Gigabytes, of which only the shapes are read.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     for name, rows in itertools.product(ATTENTION, (torch.float16, torch.float8_e4m3fn)):
         chosen = attend(name, torch.float16, rows, gpu)
         q, k, v = (chosen.arguments[tensor] for tensor in "qkv")
