@@ -378,7 +378,7 @@ def test_formats_of_converted_models(format, layout, converted):
         scores.append(torch.tensor([entry.logprob for entry in output.prompt_logprobs[1:]]))
         idle(llm.engine)
     change = (scores[0] - scores[1]).abs().mean()
-    assert 0 < change < (0.3 if format == "int4" else 0.05), change
+    assert 0 < change < (0.5 if format == "int4" else 0.05), change
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
