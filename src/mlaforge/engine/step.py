@@ -1,6 +1,6 @@
 """The phases of a step as types. Each is built from the one before it, so that there is one order:
 
-Decision          how many tokens to draft, before room is reserved (engine/speculation/controller.py)
+Decision          how many tokens to draft, before room is reserved (engine/speculation/policy.py)
 SchedulerOutput   what each sequence computes, with room reserved, and blocks to copy first (scheduler.py)
 Proposal          drafts, within the reserved room (engine/speculation/speculation.py)
 Computed          the hidden states of all rows

@@ -286,8 +286,8 @@ class EagleDrafter(Drafter):
     @torch.inference_mode()
     def propose_tree(self, sequence: Sequence, tokens: int, depth: int) -> Draft | None:
         """Draft a tree of at most `tokens` tokens and `depth` levels, for which the cache has room: the candidates
-        whose paths are most probable by the product of the head's probabilities (EAGLE-2, arXiv:2406.16858). On each level
-        the most probable nodes get children, as many nodes as there is room for their rows."""
+        whose paths are most probable by the product of the head's probabilities (EAGLE-2, arXiv:2406.16858). On each
+        level the most probable nodes get children, as many nodes as there is room for their rows."""
         computed, out_SC = self._outs.get(sequence.number, (0, None))
         if out_SC is None or computed != sequence.computed:
             return None
