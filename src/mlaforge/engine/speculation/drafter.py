@@ -120,10 +120,12 @@ class Drafter(abc.ABC):
     (`record`). Sequences start and end without notice. A subclass must define `propose` only.
 
     name         the mode's name
+    looks_up     whether it drafts by prompt lookup itself, so that no lookup goes before it
     boundaries   layers whose input, the target's residual stream, is captured for `observe`
     """
 
     name = "chain"
+    looks_up = False
     boundaries: tuple[int, ...] = ()
 
     @functools.cached_property

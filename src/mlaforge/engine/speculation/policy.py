@@ -98,13 +98,12 @@ class Policy:
         alone = active == len(running) == 1 and not waiting
         modes = [mode for mode in self.modes if mode.applies(decoding, alone)]
         if not self.adaptive or not active:
-            return Decision(modes[-1], self.max_tokens, 0.0, self.lookup_tokens)
+            return Decision(modes[-1], self.max_tokens, 0.0, self._choose_lookup(modes[-1], 0.0))
         self._enter(active, cached, decoding[0].number if active == 1 else None)
         mode = self._choose_mode(modes)
         length = self.choose_length(active) if mode is modes[0] else self.max_tokens
         min_probability = self.min_probability(active, max(length, 1)) if mode is modes[0] else 0.0
-        paths = self.lookup.confident_acceptance.paths(self.lookup_tokens) if self.lookup else []
-        return Decision(mode, length, min_probability, sum(path >= min_probability for path in paths))
+        return Decision(mode, length, min_probability, self._choose_lookup(mode, min_probability))
 
     def _enter(self, active: int, cached: int, single: int | None) -> None:
         """Select the measurements of so many decoding sequences and cached tokens. `single`: number of the only one;
@@ -131,6 +130,13 @@ class Policy:
                 return mode
         rates = [entry.tokens / entry.seconds for entry in measured]
         return modes[rates.index(max(rates))]
+
+    def _choose_lookup(self, mode: Drafter, min_probability: float) -> int:
+        """Longest draft by prompt lookup before a draft of `mode`."""
+        if self.lookup is None or mode.looks_up:
+            return 0
+        paths = self.lookup.confident_acceptance.paths(self.lookup_tokens)
+        return sum(path >= min_probability for path in paths)
 
     def choose_length(self, active: int) -> int:
         """Tokens of a chain for each of `active` decoding sequences."""

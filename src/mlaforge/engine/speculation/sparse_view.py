@@ -114,6 +114,7 @@ class SparseView(Drafter):
     """
 
     name = "sparse view"
+    looks_up = True
 
     def __init__(
         self, view: SparseViewConfig, drafter: Drafter, max_tokens: int, lookup: PromptLookupDrafter | None,

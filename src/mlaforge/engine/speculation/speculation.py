@@ -53,15 +53,13 @@ class Speculation:
 
     def propose(self, decision: Decision, chunks: list[tuple[Sequence, int]]) -> Proposal:
         """Draft for the positions that were reserved beyond each sequence's tokens; chunks shrink to their drafts."""
-        drafter, lookup = decision.drafter, self.policy.lookup
+        drafter = decision.drafter
         assert drafter is not None
-        # Drafts under a sparse view look up by themselves.
-        looks_up = lookup is not None and drafter is not self.sparse_view
         budgets = [
             (s, room, min(room, drafter.room(s, decision.length)) if decision.length else 0)
             for s, stop in chunks if (room := stop - len(s.token_ids)) > 0
         ]  # fmt: skip
-        proposed = proposals(drafter, lookup if looks_up else None, budgets, decision.lookup, decision.min_probability)
+        proposed = proposals(drafter, self.policy.lookup, budgets, decision.lookup, decision.min_probability)
         budget_of: dict[Sequence, int] = {}
         for sequence, room, count in budgets:
             if (draft := proposed.get(sequence)) is not None:
