@@ -11,6 +11,7 @@ from mlaforge.engine.engine import Engine
 from mlaforge.serving.protocol import ChatRequest
 from mlaforge.serving.tool_calls import CallsReader
 from mlaforge.serving.wire import ApiError
+from support.responses import ARGUMENTS, CALL
 from support.serving import serving
 
 CITY = {
@@ -86,6 +87,18 @@ def test_a_truncated_call_has_finish_reason_length(served, most):
     payload = {**PAYLOAD, "tool_choice": "required", "max_tokens": most}
     (choice,) = served.post("/v1/chat/completions", json=payload).json()["choices"]
     assert choice["finish_reason"] == "length"
+
+
+def test_a_call_that_is_cut_off_has_finish_reason_length(harmony_server):
+    """In the message, but not complete: a client must not make it."""
+    script = harmony_server.answers(CALL)
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
+    for most, expected in ((len(script) - 4, "length"), (len(script) + 1, "tool_calls")):
+        answer = harmony_server.served.post("/v1/chat/completions", json=body | {"max_tokens": most})
+        (choice,) = answer.json()["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather" and choice["finish_reason"] == expected
+        assert (call["function"]["arguments"] == ARGUMENTS) == (expected == "tool_calls")
 
 
 @pytest.mark.parametrize(("changes", "param"), [

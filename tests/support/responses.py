@@ -134,6 +134,7 @@ class Harmony:
 
     def answers(self, text):
         self._engine.script = self._encoding.encode(text, allowed_special="all")
+        return self._engine.script
 
     def post(self, **body):
         answer = self.served.post("/v1/responses", json=body)
