@@ -90,7 +90,7 @@ bench-engine: $(VENV)/.ready
 bench-speculation: $(VENV)/.ready
 	$(FORMS) draft original -- --prompts $(DATA)/prompts/mt_bench.jsonl --rounds 79 --draft ngram,replay,default,tree,$(HEADS)-original \
 	  --transformers none --summary benchmarks/speculation.json --table mt_bench
-	$(FORMS) large-context original -- --context 8000 --batch 1,4 --rounds 4 --tokens 128 --specpv off,lossless,lossy \
+	$(FORMS) large-context original -- --context 8000 --batch 1,4 --rounds 4 --tokens 128 --specpv off,lossless \
 	  --draft default,$(HEADS)-original $(TEXT) --transformers none --summary benchmarks/speculation.json --table documents
 
 bench-draft: $(VENV)/.ready

@@ -1,6 +1,6 @@
 """What the constants of the speculation policy are worth, in a simulation.
 
-    python research/policy_constants.py [--steps 3000] [--seeds 8]
+    python -m research.policy_constants [--steps 3000] [--seeds 8]
 
 The policy chooses among chains, trees and sparse views for one sequence. A step of r rows takes 1 + c (r - 1) plain
 steps, times log-normal noise of 5 %, three times as long in one step of a hundred. Texts of 300 steps alternate between
