@@ -343,12 +343,12 @@ def trained(request, tmp_path_factory):
 @pytest.mark.parametrize(
     ("trained", "layout", "budget"),
     [
-        ("llama", "latent", 0.125), pytest.param("qwen2", "latent_rope", 0.25, marks=pytest.mark.slow),
-        pytest.param("llama", "latent_rope", 0.25, marks=pytest.mark.slow),
-        pytest.param("qwen2", "latent", 0.125, marks=pytest.mark.slow),
+        ("llama", "latent", 0.125), ("qwen2", "latent_rope", 0.25), ("llama", "latent_rope", 0.25),
+        ("qwen2", "latent", 0.125),
     ],
     indirect=["trained"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_predicted_loss_matches_conversion(layout, budget, trained, tmp_path):
     """The loss predicted on one text is within a factor of 1.5 of the loss that `convert` measures on similar text."""
     model, diagnosed_text, eval_text = trained

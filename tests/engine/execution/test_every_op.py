@@ -153,8 +153,9 @@ def triton_ops() -> set[str]:
     return {name for name, op in OPS.items() if "triton" in op.implementations}
 
 
+@pytest.mark.slow
 def test_every_triton_op_is_compared(models, checking, cuda):
-    """On the simulated device."""
+    """On the simulated device, a minute; in steps of their own they are compared in tests/ops."""
     for layout in ("gqa", "gqa in int8", "sparse gqa", "latent_rope", "coded", "packed"):
         layout, _, stored = layout.partition(" in ")
         llm = LLM(models(layout), device="cuda", dtype="float32", cache_bytes=1 << 22, kv_cache_dtype=stored or "auto")

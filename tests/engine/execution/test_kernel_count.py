@@ -35,13 +35,11 @@ def models(tiny_models, converted, sparse, tmp_path_factory):
     }  # fmt: skip
 
 
-# These run the kernels of others.
-REPEATED = ("qwen3", "fp8", "sparse")
+# These run the kernels of others, or take the interpreter half a minute.
+SLOW = ("qwen3", "fp8", "sparse", "gpt_oss", "coded")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ()) for name in MOST]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MOST])
 def test_kernels_of_a_layer(name, models, cuda, monkeypatch):
     layers: list[list[str]] = []
     deferred = execution.Layer.deferred
