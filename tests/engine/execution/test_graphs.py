@@ -220,9 +220,7 @@ def test_padded_step_equals_the_step(models, name, op, monkeypatch):
 
 
 @pytest.mark.usefixtures("roomy")
-@pytest.mark.parametrize(
-    "name", ["llama", "sparse coded", *(pytest.param(name, marks=SLOW) for name in ("latent_rope", "coded", "sparse"))]
-)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=SLOW) for name in ("latent_rope", *WHOLE))])
 def test_padded_tree_equals_the_tree(models, name, monkeypatch):
     """Verification of trees in steps that are padded with the text before them."""
     need_interpreter()
