@@ -32,9 +32,10 @@ docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# Two processes, each with fixtures and models of its own; one takes from the other's tests when it has none left.
+# Two processes; one takes from the other's tests when it has none left. Each has a thread: two threads of two processes
+# wait for each other on two cores.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow

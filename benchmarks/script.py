@@ -39,7 +39,8 @@ def parser(doc: str | None, out: str, table: str, data: bool = True) -> argparse
 
 def command() -> str:
     """Command of this script as recorded in its results."""
-    return machine.command("python", "-m", sys.modules["__main__"].__spec__.name)  # type: ignore[union-attr]
+    spec = sys.modules["__main__"].__spec__
+    return machine.command("python", *(("-m", spec.name) if spec else (Path(sys.argv[0]).name,)))
 
 
 def run(

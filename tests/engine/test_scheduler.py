@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlaforge.engine.cache.block_tables import BlockTables
@@ -180,6 +180,11 @@ def test_a_long_prompt_leaves_every_continuation_its_token(engine):
     spare=st.integers(0, 40),
     drafts=st.integers(0, 3),
     late=st.sets(st.integers(0, 40)),
+)  # fmt: skip
+@example(
+    # A short prompt goes first, and lacks blocks.
+    requests=[(0, 1, 1, 1, False), (0, 1, 7, 1, False), (0, 57, 1, 1, False), (6, 1, 1, 1, False)],
+    max_num_seqs=4, more=0, spare=0, drafts=2, late=set(),
 )  # fmt: skip
 def test_decoding_sequences_miss_no_step_unless_blocks_are_short(requests, max_num_seqs, more, spare, drafts, late):
     simulated = SimulatedSteps(18 + spare, max_num_seqs, max_num_seqs + more)

@@ -100,13 +100,29 @@ class Scheduler:
         if not lacking:
             for sequence in prompts:
                 budget -= _cost(sequence, ends.get(sequence, sequence.computed), budget)
-            lacking = not self._start_waiting(queue, budget, scheduled)
+            if not self._start_waiting(queue, budget, scheduled):
+                # Running prompts that gave way to waiting ones, which lack blocks, get what is left.
+                self._reserve(self._left_out(prompts, ends, scheduled), scheduled)
+                lacking = True
         if lacking and prompts and not scheduled.chunks:
             # The sequences with a share of the step lack blocks; the running prompts that remain have theirs.
             return self.schedule(drafts)
         waiting = any(sequence.waiting_for_grammar for sequence in self.running)
         assert scheduled.chunks or waiting or not (self.running or self.waiting), "too few blocks for a single sequence"
         return scheduled
+
+    def _left_out(
+        self, prompts: list[Sequence], ends: dict[Sequence, int], scheduled: SchedulerOutput
+    ) -> dict[Sequence, int]:
+        """Ends of prompts without a share of the step, as far as its budget lasts."""
+        total = self.max_num_batched_tokens
+        budget = total - sum(_cost(sequence, upto, total) for sequence, upto in scheduled.chunks)
+        left: dict[Sequence, int] = {}
+        for sequence in prompts:
+            if sequence not in ends and budget > 0:
+                left[sequence] = self._end(sequence, sequence.computed, budget)
+                budget -= _cost(sequence, left[sequence], budget)
+        return left
 
     def _order(self, prompts: list[Sequence]) -> list[Sequence]:
         """The order in which running prompts and waiting sequences share the step.
