@@ -163,7 +163,7 @@ def measure(options: argparse.Namespace) -> Any:
     from mlaforge.ops import native
 
     results = Results(options.raw, [], kernels=native.form())
-    own_files = sorted(options.model.glob("*.safetensors"))
+    weight_files = sorted(options.model.glob("*.safetensors"))
     file = options.model.with_suffix(".gguf")
     if options.llama and not file.exists():
         from benchmarks import gguf_file
@@ -173,7 +173,7 @@ def measure(options: argparse.Namespace) -> Any:
     for round in range(options.rounds):
         for kind in (*options.formats, *(["llama"] if options.llama else [])):
             path, python = (file, options.llama) if kind == "llama" else (options.model, sys.executable)
-            warmed([file] if kind == "llama" else own_files)
+            warmed([file] if kind == "llama" else weight_files)
             read = read_speed(options.threads)
             command = [python, __file__, "--threads", options.threads, "--worker", kind, path]
             results.add({"round": round, "kind": kind, "read_bytes_s": read, **worker(command)})

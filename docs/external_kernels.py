@@ -137,10 +137,10 @@ def page() -> str:
     by_gpu = [list(cases(first, capability)) for capability in CAPABILITIES]
     for same in zip(*by_gpu, strict=True):
         layer, stored = same[0][:2]
-        found = [attention_refusals(case, stored, groups) for _, _, case, groups in same]
+        refused = [attention_refusals(case, stored, groups) for _, _, case, groups in same]
         gpus += [
-            (layer, stored, name, *(cell(refusals[name]) for refusals in found))
-            for name in names if any(refusals[name] is None for refusals in found)
+            (layer, stored, name, *(cell(refusals[name]) for refusals in refused))
+            for name in names if any(refusals[name] is None for refusals in refused)
         ]  # fmt: skip
     experts = [cell(deep_gemm.refusal(torch.bfloat16, {2880}, capability)) for capability in CAPABILITIES]
     gpus.append(("experts", "MXFP4", "deep_gemm", *experts))

@@ -172,8 +172,7 @@ def tiny_models(shared: Callable[..., Path]) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def biased_llama(shared: Callable[..., Path]) -> Path:
     """A tiny llama with biases in q, k, v and o. Read-only."""
-    make = lambda folder: save_model(folder / "llama", "llama", 3, attention_bias=True)  # noqa: E731
-    return shared("biased_llama", make) / "llama"
+    return shared("biased/llama", lambda folder: save_model(folder, "llama", 3, attention_bias=True))
 
 
 @pytest.fixture(scope="session")

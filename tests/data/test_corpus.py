@@ -84,6 +84,10 @@ def test_tokenizing_only_the_beginning_gives_the_same_windows(count, seqlen, wor
     assert torch.equal(corpus.windows(words, str(long_file), count, seqlen).ids, everything[:count])
 
 
+def test_no_tokens_of_a_long_text(words):
+    assert corpus.tokens(words, "a few words " * 9999, 0).shape == (0,)
+
+
 def test_a_word_at_the_cut_is_tokenized_whole(tmp_path):
     """One token for eight characters, more for the first word: reading stops within the last requested word."""
     beginning = "abcdefghijkl" + " abcdefg" * 255

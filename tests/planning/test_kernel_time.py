@@ -62,7 +62,7 @@ def test_chips_follow_their_datasheets():
     assert HOPPER.product_rate(False) == pytest.approx(0.65 * HOPPER.product_rate(True), rel=0.01)
 
 
-def test_the_packaged_loops_are_found():
+def test_packaged_loops_load():
     launch = next(launch for launch in kernel_loops.compiled() if (launch.name, launch.capability) == ("gqa-64", 90))
     loop = kernel_loops.find(launch.kernel, 90, launch.constants)
     assert loop == launch.loop and loop.outside == launch.instructions - launch.loop_instructions > 0

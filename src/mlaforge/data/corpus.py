@@ -169,7 +169,7 @@ def is_evaluation_document(name: str) -> bool:
 
 def tokens(tokenizer: Any, text: str, limit: int | None = None) -> Tensor:
     """Return the token ids of `text`, or the first `limit` without tokenizing the rest of a long text."""
-    size = len(text) if limit is None else 8 * limit
+    size = len(text) if limit is None else 8 * max(1, limit)
     while True:
         # The text is split into windows, so that the tokenizer's warning about the maximal length does not apply.
         ids = tokenizer(text[:size], add_special_tokens=False, verbose=False)["input_ids"]

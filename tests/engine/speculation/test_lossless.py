@@ -162,7 +162,7 @@ def llama(tiny_models):
     return watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=16 << 20, max_num_seqs=8, max_model_len=400)
 
 
-def test_drafts_preempt_and_delay_nobody(llama):
+def test_drafts_preempt_and_delay_no_other_sequence(llama):
     """There is room for one sequence to its end and for the other's tokens, but not for many drafted ones besides; then
     for four sequences and six rows a step: each gets its row, two are left for drafts."""
     engine, prompts = llama.engine, [base[:12] for base in random_prompts(40, 40, 40, 40, seed=11)]

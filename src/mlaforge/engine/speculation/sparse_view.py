@@ -157,6 +157,8 @@ class SparseView(Drafter):
         if draft.steps:
             complete = accepted == len(draft.token_ids)
             self.limits[sequence.number] = 2 * accepted if complete else max(LEAST_PROVISIONAL, accepted)
+        else:
+            self.drafter.record(sequence, draft, min(budget, self.max_tokens), accepted)
 
     def probe(self, ends: abc.Sequence[tuple[Sequence, int]]) -> AttentionProbe | None:
         """Attention probe for a full step that computes each (sequence, stop) up to position `stop`; None if no

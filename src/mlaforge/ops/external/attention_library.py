@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.external.library import Library, needs_gpu
-from mlaforge.ops.gpu_properties import gpu_properties
+from mlaforge.ops.gpu_properties import capability_name, gpu_properties
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,18 @@ class AttentionCase:
             view.block_size, gpu_properties(q_NHD.device).capability, view.window, view.tree_Tn is not None,
             bool(view.lengths),
         )  # fmt: skip
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def ampere_refusal(case: AttentionCase) -> str | None:
+    """Return the reason why no kernel for Ampere and later GPUs, with 16-bit queries, supports the case, or None."""
+    if case.capability < (8, 0):
+        return f"it needs compute capability 8.0, this GPU has {capability_name(case.capability)}"
+    if case.dtype not in HALVES:
+        return f"queries must be bfloat16 or float16, they are {case.dtype}"
+    return "its MLA has no sliding window" if case.latent and case.window is not None else None
 
 
 class AttentionLibrary(abc.ABC):

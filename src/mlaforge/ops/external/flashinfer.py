@@ -17,15 +17,13 @@ from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.external import arguments
-from mlaforge.ops.external.attention_library import AttentionCase, AttentionLibrary, PerView
+from mlaforge.ops.external.attention_library import AttentionCase, AttentionLibrary, PerView, ampere_refusal
 from mlaforge.ops.external.library import FLASHINFER
-from mlaforge.ops.gpu_properties import capability_name
 from mlaforge.runtime import on_device
 
 # Bytes of the workspace that the library recommends.
 WORKSPACE = 128 << 20
 HEAD_DIMS = (64, 128, 256)
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
@@ -43,13 +41,9 @@ class FlashInfer(AttentionLibrary):
         self.plans = PerView()
 
     def refusal(self, case: AttentionCase) -> str | None:
-        if case.capability < (8, 0):
-            return f"it needs compute capability 8.0, this GPU has {capability_name(case.capability)}"
-        if case.dtype not in HALVES:
-            return f"queries must be bfloat16 or float16, they are {case.dtype}"
+        if (reason := ampere_refusal(case)) is not None:
+            return reason
         if case.latent:
-            if case.window is not None:
-                return "its MLA has no sliding window"
             fp8 = case.rows == torch.float8_e4m3fn and case.dtype == torch.bfloat16
             if case.rows != case.dtype and not (fp8 and case.capability[0] == 9):
                 return f"rows of {case.rows} need bfloat16 queries and compute capability 9.0, or must be {case.dtype}"

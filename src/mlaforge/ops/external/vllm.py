@@ -13,12 +13,10 @@ from torch import Tensor
 
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.external import arguments
-from mlaforge.ops.external.attention_library import AttentionCase, AttentionLibrary, PerView
+from mlaforge.ops.external.attention_library import AttentionCase, AttentionLibrary, PerView, ampere_refusal
 from mlaforge.ops.external.library import VLLM
-from mlaforge.ops.gpu_properties import capability_name
 from mlaforge.runtime import UserError
 
-HALVES = (torch.bfloat16, torch.float16)
 # Parts of a sequence that are attended side by side; tokens that are worth a part.
 SPLITS, SPLIT_TOKENS, SEGMENTS = 16, 512, 16
 # The kernel reads the block table up to the end of a tile of at most so many tokens.
@@ -34,13 +32,9 @@ class Vllm(AttentionLibrary):
         self.plans = PerView()
 
     def refusal(self, case: AttentionCase) -> str | None:
-        if case.capability < (8, 0):
-            return f"it needs compute capability 8.0, this GPU has {capability_name(case.capability)}"
-        if case.dtype not in HALVES:
-            return f"queries must be bfloat16 or float16, they are {case.dtype}"
+        if (reason := ampere_refusal(case)) is not None:
+            return reason
         if case.latent:
-            if case.window is not None:
-                return "its MLA has no sliding window"
             fp8 = case.rows == torch.float8_e4m3fn and case.capability >= (8, 9)
             return None if case.rows == case.dtype or fp8 else f"it does not read rows of {case.rows} here"
         if case.rows != case.dtype:
