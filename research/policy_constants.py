@@ -26,7 +26,15 @@ from mlaforge.rendering.table import markdown_table
 
 MAX_TOKENS, TREE, TEXT_STEPS = 4, 12, 300
 CONSTANTS = {
-    policies: ("TIME_WEIGHT", "FIRST_STEPS", "EXPLORE_EVERY", "RETRY_TOKENS", "EARLIER_TOKENS", "HALF_LIFE_TOKENS"),
+    policies: (
+        "TIME_WEIGHT",
+        "FIRST_STEPS",
+        "EXPLORE_EVERY",
+        "FIRST_RETRY_TOKENS",
+        "RETRY_TOKENS",
+        "EARLIER_TOKENS",
+        "HALF_LIFE_TOKENS",
+    ),
     drafters: ("PRIOR", "PRIOR_DRAFTS", "ACCEPTANCE_WEIGHT"),
 }
 

@@ -1,6 +1,7 @@
 """What a step drafts: the mode and the length that were measured to be fastest, for each text and length anew."""
 
 import dataclasses
+import math
 import random
 from collections import Counter
 
@@ -8,7 +9,7 @@ import pytest
 
 from mlaforge.engine.speculation.drafter import Draft, Drafter
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
-from mlaforge.engine.speculation.policy import RETRY_TOKENS, Policy
+from mlaforge.engine.speculation.policy import FIRST_RETRY_TOKENS, RETRY_TOKENS, Policy
 from support.eagle3_heads import saved
 from support.engine_driver import greedy, idle, random_prompts, watched
 from support.speculating import SMALL, tokens
@@ -98,8 +99,9 @@ def test_settles_on_the_fastest_mode_and_retries_the_others(accepts, fastest):
     taken, _ = simulate(policy, 1500)
     late = Counter(name for name, _ in taken[100:])
     assert set(late) == set(MODES) and late.most_common()[0][0] == MODES[fastest]
-    # Each of two others for a step in so many tokens.
-    assert late.total() - late[MODES[fastest]] <= 2 * (9 * late.total() / RETRY_TOKENS + 1)
+    # Each of two others for a step in so many tokens, sooner after they were the fastest.
+    retries = 9 * late.total() / RETRY_TOKENS + math.log2(RETRY_TOKENS / FIRST_RETRY_TOKENS)
+    assert late.total() - late[MODES[fastest]] <= 2 * (retries + 1)
 
 
 @pytest.mark.parametrize("seconds", [1.5, 4.0, 12.0])
@@ -207,7 +209,8 @@ def test_engine_uses_each_mode_where_it_is_fastest(tiny_models, tmp_path):
         taken.clear()
         assert tokens(llm.generate(prompts[:1], greedy(40))[0]) == want[0]
         names = [name for name, _ in taken]
-        assert set(names[:3]) == set(MODES) and len(names) > 6 and set(names[3:]) == {fastest}
+        assert set(names[:3]) == set(MODES) and len(names) > 6
+        assert Counter(names[3:])[fastest] >= len(names) - 3 - 2 * 2  # each of two others at 16 and 32 tokens
     taken.clear()
     assert [tokens(output) for output in llm.generate(prompts, greedy(40))] == want
     assert {name for name, running in taken if running == 2} == {"chain", "sparse view"}

@@ -206,7 +206,7 @@ def test_layers_may_have_different_topk(sparse, tmp_path):
 
 def test_limit_of_provisional_tokens_follows_acceptance(tiny_models):
     llm, (prompt,) = bf16(tiny_models["llama"]), random_prompts(300)
-    speculation = partly(llm.engine, Knowing([]), 8, prompt_lookup=True)
+    speculation = partly(llm.engine, Knowing([]), 8)
     view, policy = speculation.sparse_view, speculation.policy
     sequence, _ = decoding(llm, prompt)
     assert policy.decide([sequence], False).tokens(sequence) == FIRST_PROVISIONAL

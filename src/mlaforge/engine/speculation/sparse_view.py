@@ -105,8 +105,8 @@ FIRST_PROVISIONAL, LEAST_PROVISIONAL, REFRESH_EVERY = 4, 2, 8
 
 
 class SparseView(Drafter):
-    """Turns the drafts of `drafter`, and those of `lookup` before them, into drafts that the target has verified under
-    a sparse view. Sequences shorter than `SparseViewConfig.min_length` get these drafts unverified.
+    """Turns the drafts of `drafter`, and within its steps those of `lookup`, into drafts that the target has verified
+    under a sparse view. Sequences shorter than `SparseViewConfig.min_length` get the drafter's own, unverified.
 
     max_tokens      longest draft of `drafter`; `lookup_tokens` that of `lookup`
     model, runner   compute sparse-view steps, on the engine's cache
@@ -114,7 +114,6 @@ class SparseView(Drafter):
     """
 
     name = "sparse view"
-    looks_up = True
 
     def __init__(
         self, view: SparseViewConfig, drafter: Drafter, max_tokens: int, lookup: PromptLookupDrafter | None,
@@ -148,7 +147,7 @@ class SparseView(Drafter):
     def room(self, sequence: Sequence, length: int) -> int:
         """As Drafter.room: the limit of provisional tokens, no more than can be used: room is taken from others."""
         if not self.covers(sequence, sequence.computed):
-            return max(length, self.lookup_tokens)
+            return length
         return min(self.view.max_provisional, self.limits.get(sequence.number, FIRST_PROVISIONAL))
 
     def record(self, sequence: Sequence, draft: Draft, budget: int, accepted: int) -> None:
@@ -158,7 +157,7 @@ class SparseView(Drafter):
             complete = accepted == len(draft.token_ids)
             self.limits[sequence.number] = 2 * accepted if complete else max(LEAST_PROVISIONAL, accepted)
         else:
-            self.drafter.record(sequence, draft, min(budget, self.max_tokens), accepted)
+            self.drafter.record(sequence, draft, budget, accepted)
 
     def probe(self, ends: abc.Sequence[tuple[Sequence, int]]) -> AttentionProbe | None:
         """Attention probe for a full step that computes each (sequence, stop) up to position `stop`; None if no
@@ -215,8 +214,8 @@ class SparseView(Drafter):
         self.bytes_read = StepBytes()
         long = [(s, count) for s, count in budgets if self.covers(s, s.computed)]
         drafts = self._provisional_drafts(long) if long else {}
-        short = [(s, count, self.max_tokens) for s, count in budgets if s not in drafts]
-        drafts |= proposals(self.drafter, self.lookup, short, self.lookup_tokens, min_probability)
+        short = [(s, count) for s, count in budgets if s not in drafts]
+        drafts |= zip((s for s, _ in short), self.drafter.propose(short, min_probability) if short else (), strict=True)
         return [drafts.get(sequence) for sequence, _ in budgets]
 
     @torch.inference_mode()
