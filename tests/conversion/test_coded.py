@@ -69,7 +69,7 @@ def test_coded_rows_have_the_requested_bits(family, layout, converted):
     assert model.config.mla_code_version == VERSION
 
 
-@pytest.mark.parametrize("layout", ["latent", "latent_rope"])
+@pytest.mark.parametrize("layout", [pytest.param("latent", marks=pytest.mark.slow), "latent_rope"])
 def test_more_bits_lose_less(layout, converted, tiny_models, evaluation_file):
     """The measured and the predicted loss decrease with the number of bits."""
     errors, predicted = [], []

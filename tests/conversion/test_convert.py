@@ -150,7 +150,13 @@ HALF = {"budget": 0.5}
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [("latent", HALF), ("latent_rope", HALF), ("latent", {**HALF, "q_lora_rank": 48}), ("latent", {"bits": 4.0})],
+    [
+        ("latent", {"bits": 4.0}),
+        *(
+            pytest.param(layout, {**HALF, **more}, marks=pytest.mark.slow)
+            for layout, more in (("latent", {}), ("latent_rope", {}), ("latent", {"q_lora_rank": 48}))
+        ),
+    ],
 )
 def test_each_layer_is_decomposed_once_even_by_a_resumed_run(
     layout, more, converted, tiny_models, calibration_file, evaluation_file, tmp_path, monkeypatch
@@ -206,7 +212,7 @@ def test_weights_are_read_as_often_as_documented(
     assert {tensors[f"model.layers.{layer}.self_attn.o_proj.weight"] for layer in range(3)} == {o_proj}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["latent", pytest.param("latent_rope", marks=pytest.mark.slow)])
 def test_converts_with_a_calibration_text_of_one_repeated_token(layout, tiny_models, tmp_path, evaluation_file):
     """All inputs of a layer are equal: their variance is rounding error of either sign."""
     (text := tmp_path / "text.txt").write_text("a" * 2000)

@@ -226,7 +226,7 @@ def test_a_second_conversion_into_the_same_out_is_refused(tiny_models, cli, conv
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt_oss"])
 def test_a_repeatedly_killed_conversion_writes_the_same_checkpoint(family, tiny_models, cli, tree, lengthy, tmp_path):
     """kill -9 several times; every run resumes from the work of the previous one."""
     alone = tmp_path / "alone"

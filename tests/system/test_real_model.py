@@ -38,7 +38,7 @@ def calibrated(tmp_path_factory):
     return tmp_path_factory.mktemp("calibrated")
 
 
-@pytest.fixture(scope="module", params=["latent", "latent_rope"])
+@pytest.fixture(scope="module", params=["latent", pytest.param("latent_rope", marks=pytest.mark.slow)])
 def full_rank(request, smollm2, calibrated):
     """Converted at full rank."""
     out = calibrated / request.param

@@ -181,8 +181,9 @@ SLOW = () if torch.cuda.is_available() else pytest.mark.slow
 @pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize(
     ("name", "op"),
-    [*((name, "reference") for name in MODELS), *((name, "triton") for name in ("latent_rope", "sparse coded")),
-     *(pytest.param(name, "triton", marks=SLOW) for name in ("llama", "coded", "sparse", "sparse in int8", "packed"))],
+    [*((name, "reference") for name in MODELS), ("latent_rope", "triton"),
+     *(pytest.param(name, "triton", marks=SLOW)
+       for name in ("llama", "coded", "sparse", "sparse in int8", "sparse coded", "packed"))],
 )  # fmt: skip
 def test_padded_step_equals_the_step(models, name, op, monkeypatch):
     """For every step of a run that has a bucket."""
@@ -353,8 +354,9 @@ COUNT, LENGTHS = (64, (5, 17, 40, 9, 9)) if torch.cuda.is_available() else (3, (
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     "name",
-    ["int8", "latent_rope", "sparse coded",
-     *(pytest.param(name, marks=SLOW) for name in ("llama", "latent", "coded", "sparse", "packed"))],
+    ["sparse coded",
+     *(pytest.param(name, marks=SLOW)
+       for name in ("int8", "llama", "latent", "latent_rope", "coded", "sparse", "packed"))],
 )  # fmt: skip
 def test_graph_tokens_equal_eager_tokens(models, name):
     prompts = prompts_of(*LENGTHS)

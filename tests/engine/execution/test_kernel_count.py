@@ -36,7 +36,7 @@ def models(tiny_models, converted, sparse, tmp_path_factory):
 
 
 # These run the kernels of others, or take the interpreter half a minute.
-SLOW = ("qwen3", "fp8", "sparse", "gpt_oss", "coded")
+SLOW = ("qwen3", "fp8", "int8", "sparse", "gpt_oss", "coded")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MOST])
