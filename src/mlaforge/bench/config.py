@@ -66,6 +66,7 @@ class BenchConfig(Options):
     perf: bool = option(False, "check the invariants of PERF_MODE first and stop if one is broken")
     force: bool = option(False, "run the full scope before the micro gates are green; results record it")
     roof: str = option("auto", "machine of the roofline, as in `plan`; auto: this machine")
+    tuned: str | None = option(None, "table of tuned kernels, as in `serve`; none: no table")
     op: str = option("paged_attention", "kernels: paged_attention, experts, or layer: the small operations of a layer")
     implementation: str | None = option(None, "kernels: implementation to measure (default: the dispatched one)")
     device: str = option("auto", "compute device: auto, cpu, cuda, cuda:1, ...")

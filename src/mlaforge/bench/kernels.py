@@ -199,7 +199,7 @@ def run(config: BenchConfig, folder: Path, scope: str | None = None) -> dict[str
     gpu = roof(config.roof, device)
     if gpu is None:
         raise UserError("the roofline of this machine is unknown; name the most similar machine with --roof")
-    header, rows = machine.header("kernels", device), list[dict[str, Any]]()
+    header, rows = machine.header("kernels", device, config.tuned), list[dict[str, Any]]()
     if config.op != "paged_attention":
         for N in SMALL_TOKENS if scope == "small" else CPU_TOKENS if device.type == "cpu" else TOKENS:
             make = experts_operation if config.op == "experts" else operations

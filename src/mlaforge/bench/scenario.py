@@ -118,7 +118,7 @@ def run(
     if len(set(names)) < len(names):
         duplicate = max(names, key=names.count)
         raise UserError(f"two models are called {duplicate}; rename one directory, as results identify models by name")
-    header = machine.header("scenario", device)
+    header = machine.header("scenario", device, config.tuned)
     forced = permit(recipe.scope, header)
     imported = [case for file in config.import_ or () for case in _imported(Path(file), scenario)]
     gpu, start = roof(config.roof, device), time.monotonic()
@@ -292,7 +292,7 @@ def loaded(
         for model, dtype, rows in engines:
             settings = EngineConfig(
                 dtype=dtype, device=config.device, kv_cache_dtype=rows, cache_fraction=fraction / len(engines),
-                prefix_caching=recipe.prefix_caching, num_speculative_tokens=max(1, *recipe.counts),
+                prefix_caching=recipe.prefix_caching, num_speculative_tokens=max(1, *recipe.counts), tuned=config.tuned,
             )  # fmt: skip
             arguments = (recipe.head, settings, max_length, max_batch, recipe.prompts_once)
             load(EnginePeer.name, model, dtype, EnginePeer, *arguments, rows=rows)

@@ -96,6 +96,9 @@ class EngineConfig(Options):
         "for a bfloat16 model without experts on a CPU that multiplies int8, else the model's",
         choices=("auto", "model", "int8", "int4"),
     )  # fmt: skip
+    tuned: str | None = option(
+        None, "table of tuned kernels that `mlaforge tune` wrote, before the cache's table of this device; none: no table"
+    )
     adaptive_speculation: bool = option(
         True,
         "draft fewer tokens, or none, where measurements show no gain, and draft by prompt lookup beside any drafter",
