@@ -34,6 +34,7 @@ from mlaforge.report.config import CardConfig
 from mlaforge.runtime import UserError, forget_interrupts, install
 from mlaforge.serving.config import ChatConfig, GenerateConfig, ServeConfig
 from mlaforge.sparsity.config import SparsifyConfig
+from mlaforge.tuning.config import TuneConfig
 
 app = group("Convert grouped-query attention to multi-head latent attention, measure the cost, and serve the result.")
 app.add_typer(draft.app, name="draft")
@@ -294,6 +295,21 @@ def bench(
         print(f"mlaforge: an invariant is broken: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     print(f"{tables}\n{folder}")
+
+
+@verb(TuneConfig)
+def tune(
+    config: TuneConfig,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="model directory, .gguf file or hub id")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="table to write (the cache's)")] = None,
+) -> None:
+    """Tune kernels at the shapes of MODEL, into the table that the engine loads on this device; an interrupted run
+    resumes."""
+    from mlaforge.tuning import tune as stage
+
+    quiet()
+    tuning = stage.run(model, config, out)
+    print(f"{tuning.table()}\n{tuning.path}")
 
 
 @verb()

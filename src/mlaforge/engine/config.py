@@ -97,7 +97,8 @@ class EngineConfig(Options):
         choices=("auto", "model", "int8", "int4"),
     )  # fmt: skip
     tuned: str | None = option(
-        None, "table of tuned kernels that `mlaforge tune` wrote, before the cache's table of this device; none: no table"
+        None,
+        "table of kernels that `mlaforge tune` wrote, used before this device's in the cache; none: no table",
     )
     adaptive_speculation: bool = option(
         True,

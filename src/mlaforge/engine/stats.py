@@ -34,7 +34,7 @@ class EngineStats:
     cache_blocks_used: int = 0
     cache_bytes: int = 0
     cache_bytes_used: int = 0
-    # Calls of kernels in this process by their tuned configuration (ops/tuned.py).
+    # Calls of kernels since this process loaded the tuned tables (ops/tuned.py).
     tuned_hits: int = 0
     tuned_defaults: int = 0
     tuned_misses: int = 0

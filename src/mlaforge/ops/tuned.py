@@ -1,11 +1,11 @@
 """Tuned configurations of kernels, by op and shape: tables that `mlaforge tune` writes, and their use.
 
-Layers, the first that has an entry decides: the file of option `tuned` or $MLAFORGE_TUNED, the cache's table of this device,
-the packaged one (tuned/). Without an entry a launch takes its default. A call is a *hit* (an entry), a *default* (no table
-has entries of its op), or a *miss* (one has, but not for this shape, or the op's source has changed since).
+Layers, the first that has an entry decides: the file of option `tuned` or $MLAFORGE_TUNED, the cache's table of this
+device, the packaged one (tuned/). Without an entry a launch takes its default. A call is a *hit* (an entry), a
+*default* (no table has entries of its op), or a *miss* (one has, but not for this shape, or the op's source changed).
 
-Keys are tuples of words and numbers. A configuration changes no sum of the CPU kernels: they find theirs in a table inside
-the compiled library (cpu/simd/configuration.h), so that a call runs no Python; `load` fills it.
+Keys are tuples of words and numbers. A configuration changes no sum of the CPU kernels: they find theirs in a table
+inside the compiled library (cpu/simd/configuration.h), so that a call runs no Python; `load` fills it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ SOURCES = {
 }
 # Kernels of the compiled library by format of the weights, and their constants, both in the order of configuration.h.
 PRODUCTS, EXPERTS = {"bfloat16": 0, "int8": 1, "int4": 2}, 3
+NATIVE_KERNELS = EXPERTS + 1
 CONSTANTS = ("ahead", "panel", "task")
+# Formats of weights that the compiled CPU kernels multiply, with tuned configurations.
+COMPILED = (*PRODUCTS, "mxfp4")
 
 ROWS, SEQUENCES = (1, 2, 4, 8, 16), (1, 4, 16, 64)
 MORE_ROWS = 128
@@ -113,11 +116,14 @@ class Table:
 
 @dataclasses.dataclass
 class _State:
-    """The tables in use, the first goes first; calls of Python by op and outcome; shapes that missed."""
+    """The tables in use, the first goes first; since they were set, calls of Python by op and outcome, and shapes that
+    missed; counts of the compiled kernels before; shapes seen by this process."""
 
     layers: list[Table] = dataclasses.field(default_factory=list)
     calls: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     missing: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    native_before: list[int] = dataclasses.field(default_factory=lambda: [0] * (2 * NATIVE_KERNELS))
+    seen: Counter[tuple[str, Key]] = dataclasses.field(default_factory=Counter)
     logged: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -129,6 +135,7 @@ def config(op: str, key: Key) -> Configuration | None:
     record = entry(op, key)
     outcome = "hit" if record is not None else "miss" if is_tuned(op) else "default"
     _state.calls[op, outcome] += 1
+    _state.seen[op, key] += 1
     if outcome == "miss":
         _state.missing[op, text(key)] += 1
     return (record or {}).get("configuration") or None
@@ -146,17 +153,22 @@ def is_tuned(op: str) -> bool:
 
 
 def missing() -> Counter[tuple[str, str]]:
-    """Return the shapes (op, key as text) that missed in `config` since the start, with their calls."""
+    """Return the shapes (op, key as text) that missed in `config` since the tables were set, with their calls."""
     return Counter(_state.missing)
 
 
+def seen() -> Counter[tuple[str, Key]]:
+    """Return the shapes (op, key) of all calls of `config` since the start."""
+    return Counter(_state.seen)
+
+
 def counts() -> dict[str, Counter[str]]:
-    """Return the hits, defaults and misses of each op since the start. Calls within a captured graph count once, at its
-    capture."""
+    """Return the hits, defaults and misses of each op since the tables were set. Calls within a captured graph count
+    once, at its capture."""
     totals: dict[str, Counter[str]] = {}
     for (op, outcome), count in _state.calls.items():
         totals.setdefault(op, Counter())[outcome] += count
-    numbers = native.kernel("configured")() if native.is_loaded() and native.is_available() else []
+    numbers = [number - before for number, before in zip(_native_counts(), _state.native_before, strict=True)]
     half = len(numbers) // 2
     for kernel, (calls, hits) in enumerate(zip(numbers[:half], numbers[half:], strict=True)):
         op = "experts" if kernel == EXPERTS else "product"
@@ -166,13 +178,21 @@ def counts() -> dict[str, Counter[str]]:
     return totals
 
 
+def _native_counts() -> list[int]:
+    """Calls of the compiled kernels, then those with an entry, by kernel."""
+    if not (native.is_loaded() and native.is_available()):
+        return [0] * (2 * NATIVE_KERNELS)
+    numbers: list[int] = native.kernel("configured")()
+    return numbers
+
+
 def totals() -> Counter[str]:
     """Return the hits, defaults and misses of all ops together."""
     return sum(counts().values(), Counter())
 
 
 def identity() -> dict[str, Any]:
-    """Return what results record: a hash of all configurations in use, the number of entries, and the names of files."""
+    """Return what results record: a hash of all configurations in use, their number, and the names of the files."""
     merged: dict[str, Any] = {}
     for table in reversed(_state.layers):
         for op, entries in table.entries.items():
@@ -237,6 +257,7 @@ def read(path: Path, facts: dict[str, Any]) -> Table:
                 numbers = record["configuration"].items()
                 if op not in tuned_sources or not all(type(number) is int and number >= 0 for _, number in numbers):
                     raise Refused(f"{path} is damaged: {op} {key}")
+        _native_rows(Table(path, body, frozenset(body)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refused(f"{path} is damaged: it is no table that `mlaforge tune` wrote") from error
     for name, value in machine.items():
@@ -287,12 +308,19 @@ def _log_once(line: str) -> None:
 
 
 def use(layers: Iterable[Table], device: torch.device) -> None:
-    """Use these tables from now on, the first goes first."""
+    """Use these tables from now on, the first goes first, and count from zero."""
     _state.layers = list(layers)
     _state.missing.clear()
+    _state.calls.clear()
     if device.type == "cpu" and native.is_available():
         rows = [row for table in reversed(_state.layers) for row in _native_rows(table)]
         native.kernel("configure")([number for row in rows for number in row])
+    _state.native_before = _native_counts()
+
+
+def candidate(op: str, key: Key, configuration: Configuration) -> Table:
+    """Return a table of one configuration, to measure it."""
+    return Table(Path("candidate"), {op: {text(key): {"configuration": configuration}}}, frozenset((op,)))
 
 
 def _native_rows(table: Table) -> list[list[int]]:
@@ -302,8 +330,8 @@ def _native_rows(table: Table) -> list[list[int]]:
         format, outputs, inputs, bucket = key.split(",")
         rows.append([PRODUCTS[format], int(outputs), int(inputs), 0, 0, int(bucket), *_constants(record)])
     for key, record in table.entries.get("experts", {}).items():
-        experts, top_k, hidden, intermediate, bucket = map(int, key.split(","))
-        rows.append([EXPERTS, intermediate, hidden, experts, top_k, bucket, *_constants(record)])
+        experts, top_k, hidden, intermediate, rows_of = map(int, key.split(","))
+        rows.append([EXPERTS, intermediate, hidden, experts, top_k, rows_of, *_constants(record)])
     return rows
 
 
