@@ -23,6 +23,7 @@ import triton
 from torch import Tensor
 
 from mlaforge.modeling.coded_layout_mla import round_up
+from mlaforge.ops import tuned
 from mlaforge.ops.absorbed_latents_triton import up_project_kernel, up_project_launch
 from mlaforge.ops.attention_tiles import OVERHEAD, choose_splits
 from mlaforge.ops.cache_view import CacheView
@@ -96,6 +97,20 @@ def logit_tiles(rows: int, G: int, pairs: int, itemsize: int, gpu: GpuProperties
     return Tiles(block, heads, 32, warps, 2)
 
 
+def candidates(default: Tiles, pairs: int, itemsize: int, gpu: GpuProperties) -> list[tuned.Configuration]:
+    """Return configurations to measure, which fit into shared memory: of the logits rows, warps and stages, of the sum
+    columns and `waves`, programs per multiprocessor."""
+    return [
+        {"rows": rows, "num_warps": warps, "num_stages": stages, "BLOCK_C": columns, "waves": waves}
+        for rows in (64, 128)
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+        for columns in (128, 256)
+        for waves in (1, 2)
+        if stages * default.step * (rows + 2 * default.heads * pairs) * itemsize <= gpu.shared_memory - OVERHEAD
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Launches:
     """Grids and arguments of the kernels for a group of sequences; `integers` and `merge` are None where not needed."""
@@ -121,7 +136,7 @@ def make_launches(
 ) -> Launches:  # fmt: skip
     """Prepare the launches of a group of sequences, which write to its tokens of `results`, out [N, H, K] and lse
     [N, H]. tables: cos and sin. Allocates what is temporary."""
-    gpu = gpu or gpu_properties(q_kv_NX.device)
+    here, gpu = gpu is None, gpu or gpu_properties(q_kv_NX.device)
     before = sum(view.queries[: group.start])
     tokens = slice(before, before + sum(view.queries[group]))
     q_kv_NX, out, lse = (x[tokens] for x in (q_kv_NX, *results))
@@ -140,7 +155,15 @@ def make_launches(
         assert isinstance(rows.format, Coded)
         decoding = integers_launch(rows.packed, rows.format, of_group, most, data)
     pairs, item = max(16, triton.next_power_of_2(D // 2)), weights.w_uk.element_size()
+    configuration: tuned.Configuration = {}
+    if here:
+        key = tuned.attention_key("latent", D, K, H, G, rows.format.name, T, S, most, selected is not None)
+        configuration = tuned.config("latent", key) or {}
     tiles = logit_tiles(S * most, G, pairs, item if integers else q_kv_NX.element_size(), gpu)
+    tiles = dataclasses.replace(
+        tiles, rows=configuration.get("rows", tiles.rows), warps=configuration.get("num_warps", tiles.warps),
+        stages=configuration.get("num_stages", tiles.stages),
+    )  # fmt: skip
     precision = "ieee" if q_kv_NX.dtype == torch.float32 else "tf32"
     # Weights are at most 1, and fp16 has more of their digits than bf16.
     exact = q_kv_NX.dtype == torch.float32
@@ -177,8 +200,10 @@ def make_launches(
 
     BLOCK_M = 16 if T * H <= 16 or exact else 64
     BLOCK_C = 64 if exact else min(256, max(16, triton.next_power_of_2(K))) if BLOCK_M == 64 else 128
+    BLOCK_C = configuration.get("BLOCK_C", BLOCK_C)
     columns, m_tiles = triton.cdiv(K, BLOCK_C), triton.cdiv(T * H, BLOCK_M)
-    splits = choose_splits(columns * m_tiles * S, triton.cdiv(most, 2 * BLOCK_N), gpu.multiprocessors)
+    room = gpu.multiprocessors * configuration.get("waves", 1)
+    splits = choose_splits(columns * m_tiles * S, triton.cdiv(most, 2 * BLOCK_N), room)
     splits = min(max(splits, triton.cdiv(most, PIECE)), MOST_SPLITS)
     unit = max(BLOCK_N, tiles.rows)
     piece = triton.cdiv(triton.cdiv(most, splits), unit) * unit

@@ -80,13 +80,19 @@ def experts_key(experts: int, top_k: int, hidden: int, intermediate: int, rows: 
 
 
 def attention_key(
-    kind: str, D: int, V: int, group: int, format: str, queries: int, sequences: int, span: int, sparse: bool
-) -> Key:
-    """Return the key of attention. kind: gqa, mla or latent; D, V: widths of keys and values; group: query heads per KV
-    head; queries: of a sequence; span: the most cached tokens of a sequence; sparse: over selected tokens."""
+    kind: str, D: int, V: int, heads: int, kv_heads: int, format: str, queries: int, sequences: int, span: int,
+    sparse: bool,
+) -> Key:  # fmt: skip
+    """Return the key of attention. kind: gqa, mla or latent; D, V: widths of keys and values; heads: query heads;
+    queries: of a sequence; span: the most cached tokens that one reads; sparse: over selected tokens."""
     reading = "sparse" if sparse else "dense"
     shape = rows_bucket(queries), sequences_bucket(sequences), span_bucket(span)
-    return kind, D, V, group, format, *shape, reading
+    return kind, D, V, heads, kv_heads, format, *shape, reading
+
+
+def selection_key(heads: int, width: int, sequences: int, span: int) -> Key:
+    """Return the key of a selection of tokens by index keys of so many elements."""
+    return heads, width, sequences_bucket(sequences), span_bucket(span)
 
 
 def text(key: Key) -> str:

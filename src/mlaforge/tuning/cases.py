@@ -26,7 +26,7 @@ from mlaforge.ops.tuned import Configuration, Key
 
 # Bytes of weights that a pass reads, and seconds that it may take.
 COLD, LONGEST_PASS = 64 << 20, 0.03
-MOST_ROWS = 128
+MOST_ROWS, MOST_EXPERT_ROWS = 512, 128
 # Largest error of a result, relative to its norm: of a product that is rounded to bf16, and of 16-bit activations.
 TOLERANCES = {"product": 2.0**-7, "experts": 3e-2}
 # Values of the constants in ops/cpu/simd/configuration.h.
@@ -95,8 +95,8 @@ class ProductCase(Case):
 
     op, device = "product", torch.device("cpu")
 
-    def __init__(self, shape: Shape):
-        self.key = shape.key[1]
+    def __init__(self, shape: Shape, threads: bool = True):
+        self.key, self.threads = shape.key[1], torch.get_num_threads() if threads else 1
         self.rows, self.outputs = min(shape.M, MOST_ROWS), shape.N
         draw = torch.Generator().manual_seed(0)
         weight = torch.randn(shape.N, shape.K, generator=draw)
@@ -115,13 +115,14 @@ class ProductCase(Case):
         self.copies = self.copies[: max(1, int(LONGEST_PASS / once))]
 
     def candidates(self) -> list[Configuration]:
-        threads = torch.get_num_threads()
-        tasks = {0, *(-(-self.outputs // count) for count in (1, threads // 2) if 0 < count < threads)}
+        tasks = {0, *(-(-self.outputs // count) for count in (1, self.threads // 2) if 0 < count < self.threads)}
         if self.rows > tuned.ROWS[-1]:
-            names, first = "panel", (0, *PANELS)
+            # Panels of all rows are alike.
+            whole = self.rows * 2 * self.x.shape[1]
+            name, values = "panel", (0, *(panel for panel in PANELS if panel < whole), PANELS[-1])
         else:
-            names, first = "ahead", (0, *AHEAD)
-        pairs = [{names: value, "task": task} for value in first for task in sorted(tasks)]
+            name, values = "ahead", (0, *AHEAD)
+        pairs = [{name: value, "task": task} for value in dict.fromkeys(values) for task in sorted(tasks)]
         return [{name: value for name, value in pair.items() if value} for pair in pairs]
 
     def result(self) -> Tensor:
@@ -155,7 +156,7 @@ class ExpertsCase(Case):
         self.key, self.device = shape.key[1], device
         dtype = torch.bfloat16
         sizes = (shape.experts, shape.top_k, shape.K, shape.N)
-        self.inputs = experts_inputs(min(shape.M, MOST_ROWS), sizes, dtype, device)
+        self.inputs = experts_inputs(min(shape.M, MOST_EXPERT_ROWS), sizes, dtype, device)
         self.implementation = "native" if device.type == "cpu" else "triton"
 
     def candidates(self) -> list[Configuration]:
@@ -182,11 +183,12 @@ class ExpertsCase(Case):
         return 1
 
 
-def make_case(shape: Shape) -> Case | None:
-    """Return the case of a recorded product; None if no kernel of this package with candidates computes it."""
+def make_case(shape: Shape, threads: bool = True) -> Case | None:
+    """Return the case of a recorded product; None if no kernel of this package with candidates computes it. threads:
+    also choose the number of threads."""
     device = torch.device(shape.device)
     if shape.experts and shape.dtype == "mxfp4":
         return ExpertsCase(shape, device)
     if device.type == "cpu" and shape.dtype in tuned.PRODUCTS:
-        return ProductCase(shape)
+        return ProductCase(shape, threads)
     return None

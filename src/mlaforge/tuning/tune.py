@@ -8,12 +8,14 @@ table is written after each shape: an interrupted run resumes where it was.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from mlaforge.bench.gemm_shapes import Shape, Shapes
@@ -26,6 +28,8 @@ from mlaforge.tuning.config import TuneConfig
 from mlaforge.tuning.load import shapes_of_load
 from mlaforge.tuning.search import Choice, search
 
+# Cores that other processes may use.
+BUSY_CORES = 0.3
 Entries = dict[str, dict[str, dict[str, Any]]]
 MakeCase = Callable[[Shape], Case | None]
 
@@ -65,10 +69,15 @@ class Tuning:
         return f"{markdown_table(lines)}\n\n{summary}"
 
 
-def run(model: str | None, config: TuneConfig, out: Path | None = None, make: MakeCase = make_case) -> Tuning:
+def run(model: str | None, config: TuneConfig, out: Path | None = None, make: MakeCase | None = None) -> Tuning:
     """Tune the kernels of MODEL, or of the shapes of option `shapes`, and write the table `out` (the cache's of this
     device). `make`: from a shape to its case. Raise UserError where there is nothing to tune."""
     device = resolve_device(config.device)
+    others = used_cores()
+    if busy := device.type == "cpu" and others > BUSY_CORES:
+        # A thread that waits for a core makes all wait: a busy machine would choose one thread.
+        log(f"other processes use {others:.1f} cores: numbers of threads stay, and measurements are less certain")
+    make = make or functools.partial(make_case, threads=not busy)
     facts = tuned.metadata(device)
     path = out or tuned.cache_file(facts)
     entries = _existing(path, facts)
@@ -86,6 +95,11 @@ def run(model: str | None, config: TuneConfig, out: Path | None = None, make: Ma
     finally:
         tuned.load(device, "none")
     return tuning
+
+
+def used_cores(seconds: float = 1.0) -> float:
+    """Return the cores that all processes use while this one waits."""
+    return float(psutil.cpu_percent(seconds)) / 100 * (psutil.cpu_count() or 1)
 
 
 def _existing(path: Path, facts: dict[str, Any]) -> Entries:
