@@ -85,13 +85,16 @@ class Audit:
         self.hook = Hook(self.engine)
         self.recorder = Recorder(self.engine)
         self.missed: Counter[tuple[str, str]] = Counter()
+        # Calls of kernels by their tuned configuration: hit, default, miss.
+        self.tuned_calls: Counter[str] = Counter()
 
     def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> list[Finding]:
         """Run two repetitions, the first instrumented, and return the finding of every invariant."""
-        before = tuned.missing()
+        before, calls = tuned.missing(), tuned.totals()
         with self.recorder.active(), self.instrumented():
             first = self.peer.run(prompts, tokens, variant).token_ids
         self.missed = tuned.missing() - before + self._missing_products()
+        self.tuned_calls = tuned.totals() - calls
         repeated = self.peer.run(prompts, tokens, variant).token_ids
         # Adaptive drafting leaves room unused on purpose.
         drafting = [self.drafting(variant)] if variant.count and variant.draft != "default" else []
@@ -230,6 +233,9 @@ class Audit:
                 f"the tuned table lacks {', '.join(lacking[:SHOWN])}{more}; `mlaforge tune` adds them",
             )  # fmt: skip
         detail = detail or "no op with several implementations was called"
+        if digest := tuned.identity()["hash"]:
+            hits, total = self.tuned_calls["hit"], self.tuned_calls.total()
+            detail = f"{hits} of {total} kernel calls by the tuned table {digest}; {detail}"
         return Finding("tuned_kernels", share == 1.0, share, 1.0, detail)
 
     def drafting(self, variant: Variant) -> Finding:

@@ -289,12 +289,28 @@ def bench(
     from mlaforge.bench.scenario import BrokenInvariant
 
     quiet()
+    if config.sweep:
+        _sweep(what, config)
+        return
     try:
         folder, tables = stage.run(what, models or [], config)
     except BrokenInvariant as error:
         print(f"mlaforge: an invariant is broken: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     print(f"{tables}\n{folder}")
+
+
+def _sweep(what: str, config: BenchConfig) -> None:
+    from mlaforge.bench import results, run
+    from mlaforge.tuning import sweep as stage
+
+    if what != run.KERNELS:
+        raise UserError(f"--sweep measures kernels, not {what}: mlaforge bench kernels --sweep")
+    folder = run.new_folder(config)
+    body = stage.run(config, folder)
+    if config.summary is not None:
+        results.add_table(Path(config.summary), config.table or "sweep", stage.short(body))
+    print(f"{stage.table(body)}\n{folder}")
 
 
 @verb(TuneConfig)

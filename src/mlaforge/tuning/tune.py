@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ from mlaforge.ops import tuned
 from mlaforge.ops.tuned import Configuration, Key
 from mlaforge.rendering.table import markdown_table
 from mlaforge.runtime import UserError, log, progress_bar, resolve_device
+from mlaforge.tuning.attention_case import AttentionCase
 from mlaforge.tuning.cases import Case, make_case
 from mlaforge.tuning.config import TuneConfig
 from mlaforge.tuning.load import shapes_of_load
@@ -36,11 +38,12 @@ MakeCase = Callable[[Shape], Case | None]
 
 @dataclasses.dataclass
 class Work:
-    """A key to measure: the shape of its that takes most time, the tags and the seconds of all of them."""
+    """A key to measure: the shape of its that takes most time (None: attention), the tags and the seconds of all of
+    them."""
 
     op: str
     key: Key
-    shape: Shape
+    shape: Shape | None
     tags: tuple[str, ...]
     seconds: float
 
@@ -86,12 +89,12 @@ def run(model: str | None, config: TuneConfig, out: Path | None = None, make: Ma
     try:
         shapes = Shapes.read(Path(config.shapes)) if config.shapes else shapes_of_load(str(model), config)
         tuning = Tuning(path)
-        work = list(_work(shapes, device))
+        work = [*_attention_work(device), *_work(shapes, device)]
         if not work:
             raise UserError(f"no product on {device.type} has a kernel with candidates: see docs/ops.md")
         _fill(entries, work, tuning)
         tuned.save(path, facts, entries)
-        _measure(entries, work, config, tuning, facts, make)
+        _measure(entries, work, config, tuning, facts, make, device)
     finally:
         tuned.load(device, "none")
     return tuning
@@ -130,12 +133,30 @@ def _work(shapes: Shapes, device: torch.device) -> Iterator[Work]:
     return iter(sorted(works, key=lambda work: -work.seconds))
 
 
+def _attention_work(device: torch.device) -> list[Work]:
+    """Keys of the launches of attention that this process has made on a GPU, the most frequent first."""
+    if device.type != "cuda":
+        return []
+    launches = [(count, key) for (op, key), count in tuned.seen().items() if op == "attention"]
+    return [Work("attention", key, None, ("attention",), 0.0) for _, key in sorted(launches, key=lambda x: -x[0])]
+
+
+def _keys(item: Work) -> Iterator[Key]:
+    """All keys of the buckets of a kernel's sizes."""
+    if item.shape is not None:
+        yield from ((*item.key[:-1], bucket) for bucket in (*tuned.ROWS, tuned.MORE_ROWS))
+        return
+    *sizes, _, _, _, reading = item.key
+    spans = (1 << power for power in range(4, 18))
+    for shape in itertools.product((*tuned.ROWS, tuned.MORE_ROWS), tuned.SEQUENCES, spans):
+        yield (*sizes, *shape, reading)
+
+
 def _fill(entries: Entries, work: list[Work], tuning: Tuning) -> None:
     """Give the default to every bucket of the shapes that the table lacks."""
     for item in work:
         of_op = entries.setdefault(item.op, {})
-        for bucket in (*tuned.ROWS, tuned.MORE_ROWS):
-            key = tuned.text((*item.key[:-1], bucket))
+        for key in map(tuned.text, _keys(item)):
             if key not in of_op:
                 of_op[key] = _entry({}, None, None, item.tags)
                 tuning.defaults += 1
@@ -154,7 +175,13 @@ def _entry(
 
 
 def _measure(
-    entries: Entries, work: list[Work], config: TuneConfig, tuning: Tuning, facts: dict[str, Any], make: MakeCase
+    entries: Entries,
+    work: list[Work],
+    config: TuneConfig,
+    tuning: Tuning,
+    facts: dict[str, Any],
+    make: MakeCase,
+    device: torch.device,
 ) -> None:
     """Measure the keys in order until they cover `share` of the time or the budget is spent."""
     total, covered, end = sum(item.seconds for item in work), 0.0, time.monotonic() + config.budget
@@ -168,7 +195,7 @@ def _measure(
         if of_op[key]["us"] is not None and not config.retune:
             tuning.resumed += 1
             continue
-        case = make(item.shape)
+        case = make(item.shape) if item.shape else AttentionCase.of_key(item.key, device)
         if case is None:
             continue
         choice = search(case.candidates(), case.seconds, (end - time.monotonic()) / (len(work) - number))
