@@ -290,7 +290,7 @@ def bench(
 
     quiet()
     if config.sweep:
-        _sweep(what, config)
+        machine.sweep(what, config)
         return
     try:
         folder, tables = stage.run(what, models or [], config)
@@ -298,34 +298,6 @@ def bench(
         print(f"mlaforge: an invariant is broken: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     print(f"{tables}\n{folder}")
-
-
-def _sweep(what: str, config: BenchConfig) -> None:
-    from mlaforge.bench import results, run
-    from mlaforge.tuning import sweep as stage
-
-    if what != run.KERNELS:
-        raise UserError(f"--sweep measures kernels, not {what}: mlaforge bench kernels --sweep")
-    folder = run.new_folder(config)
-    body = stage.run(config, folder)
-    if config.summary is not None:
-        results.add_table(Path(config.summary), config.table or "sweep", stage.short(body))
-    print(f"{stage.table(body)}\n{folder}")
-
-
-@verb(TuneConfig)
-def tune(
-    config: TuneConfig,
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="model directory, .gguf file or hub id")] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="table to write (the cache's)")] = None,
-) -> None:
-    """Tune kernels at the shapes of MODEL, into the table that the engine loads on this device; an interrupted run
-    resumes."""
-    from mlaforge.tuning import tune as stage
-
-    quiet()
-    tuning = stage.run(model, config, out)
-    print(f"{tuning.table()}\n{tuning.path}")
 
 
 @verb()
@@ -445,6 +417,7 @@ def verify_gpu(
 
 verb()(machine.build_kernels)
 verb()(machine.env)
+verb(TuneConfig)(machine.tune)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import functools
 import triton
 
 from mlaforge.ops.gpu_properties import KIB, GpuProperties
-from mlaforge.ops.work_list import MOST_PIECES
+from mlaforge.ops.work_list import MOST_PIECES, UNIT
 
 
 def pieces(width: int) -> tuple[int, int]:
@@ -83,14 +83,15 @@ def candidates(
     rows: int, keys: int, values: int, v_in_k: bool, itemsize: int, gpu: GpuProperties
 ) -> list[dict[str, int]]:  # fmt: skip
     """Return configurations to measure instead of `tile_sizes`' and of the number of programs, that fit into shared
-    memory. `waves`: programs per multiprocessor among which a step's rows are divided."""
+    memory. BLOCK_N divides the unit of pieces: only a sequence's last tile may be partial. `waves`: programs per
+    multiprocessor among which a step's rows are divided."""
     default = tile_sizes(rows, keys, values, v_in_k, itemsize, gpu)
     if default is None:
         return []
     row_bytes = (keys if v_in_k else keys + values) * itemsize
     return [
         {"BLOCK_N": BLOCK_N, "num_warps": warps, "num_stages": stages, "waves": waves}
-        for BLOCK_N in (32, 64, 128)
+        for BLOCK_N in (32, UNIT)
         for warps in (4, 8)
         for stages in (3, 5, 7)
         for waves in (1, 2, 4)

@@ -76,6 +76,13 @@ class Tiles:
     warps: int
     stages: int
 
+    def tuned(self, configuration: tuned.Configuration) -> Tiles:
+        """Return the tiles with the numbers of a tuned configuration."""
+        names = {"rows": "rows", "warps": "num_warps", "stages": "num_stages"}
+        return dataclasses.replace(
+            self, **{field: configuration[name] for field, name in names.items() if name in configuration}
+        )
+
 
 def logit_tiles(rows: int, G: int, pairs: int, itemsize: int, gpu: GpuProperties) -> Tiles:
     """Choose tiles for so many rows of all sequences and padded rotary pairs.
@@ -155,15 +162,9 @@ def make_launches(
         assert isinstance(rows.format, Coded)
         decoding = integers_launch(rows.packed, rows.format, of_group, most, data)
     pairs, item = max(16, triton.next_power_of_2(D // 2)), weights.w_uk.element_size()
-    configuration: tuned.Configuration = {}
-    if here:
-        key = tuned.attention_key("latent", D, K, H, G, rows.format.name, T, S, most, selected is not None)
-        configuration = tuned.config("latent", key) or {}
-    tiles = logit_tiles(S * most, G, pairs, item if integers else q_kv_NX.element_size(), gpu)
-    tiles = dataclasses.replace(
-        tiles, rows=configuration.get("rows", tiles.rows), warps=configuration.get("num_warps", tiles.warps),
-        stages=configuration.get("num_stages", tiles.stages),
-    )  # fmt: skip
+    key = tuned.attention_key("latent", D, K, H, G, rows.format.name, T, S, most, selected is not None)
+    configuration = (tuned.config("latent", key) if here else None) or {}
+    tiles = logit_tiles(S * most, G, pairs, item if integers else q_kv_NX.element_size(), gpu).tuned(configuration)
     precision = "ieee" if q_kv_NX.dtype == torch.float32 else "tf32"
     # Weights are at most 1, and fp16 has more of their digits than bf16.
     exact = q_kv_NX.dtype == torch.float32
@@ -217,19 +218,25 @@ def make_launches(
         "part_lse": part_lse, "piece": piece,
         "splits": splits, "H": H, "BLOCK_M": BLOCK_M, "BLOCK_N": min(tiles.rows, BLOCK_N), "BLOCK_C": BLOCK_C,
     }  # fmt: skip
-    merge = None
-    if splits > 1:
-        merge_arguments = {
-            "parts": parts, "part_lse": part_lse, "out": out, "lse": lse, "sinks": lse, "SINKS": False, "LISTED": False,
-            "query_start": view.query_start_S1, "by_sequence": view.query_start_S1, "splits": splits, "queries": 1,
-            "H": H, "V": K, "BLOCK_V": min(128, triton.next_power_of_2(K)), "MOST": MOST_SPLITS, "BLOCK_S": 16,
-        }  # fmt: skip
-        merge = (N * H, triton.cdiv(K, merge_arguments["BLOCK_V"])), merge_arguments
+    merge = _merge_launch(parts, part_lse, out, lse, view) if splits > 1 else None
     return Launches(
         decoding, (grid, arguments, options),
         ((columns, m_tiles * splits, S), sum_arguments, {"num_warps": 8 if BLOCK_C == 256 else 4, "num_stages": 3}),
         merge,
     )  # fmt: skip
+
+
+def _merge_launch(
+    parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, view: CacheView
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Grid and arguments of the merge of the sum's splits [N, H, splits, K]."""
+    N, H, splits, K = parts.shape
+    arguments = {
+        "parts": parts, "part_lse": part_lse, "out": out, "lse": lse, "sinks": lse, "SINKS": False, "LISTED": False,
+        "query_start": view.query_start_S1, "by_sequence": view.query_start_S1, "splits": splits, "queries": 1, "H": H,
+        "V": K, "BLOCK_V": min(128, triton.next_power_of_2(K)), "MOST": MOST_SPLITS, "BLOCK_S": 16,
+    }  # fmt: skip
+    return (N * H, triton.cdiv(K, arguments["BLOCK_V"])), arguments
 
 
 def groups(view: CacheView, heads: int, K: int, decoded: int) -> list[slice]:

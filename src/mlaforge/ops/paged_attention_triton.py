@@ -44,7 +44,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import KIB, GpuProperties, gpu_properties
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats.int8 import Int8
-from mlaforge.ops.work_list import MOST_PIECES, work_list
+from mlaforge.ops.work_list import MOST_PIECES, UNIT, work_list
 
 # Sequences per step of the search for a tile's sequence. Passed to launches, because compiled kernels read no globals.
 SEARCHED = 256
@@ -285,6 +285,7 @@ def make_launch(
     if splits is None and view.max_query <= LISTED_QUERIES and view.window is None and tree_Tn is None:
         listed = work_list(view, max(1, room // (G * tiles)))
     if listed is not None:
+        assert UNIT % BLOCK_N == 0, BLOCK_N
         grid = (listed.entries, G, tiles)
         tiles, most, partials = view.max_query, MOST_SPLITS, (listed.entries, view.max_query, H)
     else:

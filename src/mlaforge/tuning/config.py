@@ -12,7 +12,7 @@ from mlaforge.engine.config import CACHE_DTYPES, ENGINE_DTYPES
 class TuneConfig(Options):
     """Options of `tune`."""
 
-    first = ("shapes", "budget", "dtype")
+    first = ("shapes", "budget", "dtype", "kv_cache_dtype", "device")
 
     shapes: str | None = option(
         None, "gemm_shapes.json of a run of `bench --perf`; without it MODEL runs a short load of its own"

@@ -127,8 +127,7 @@ def _split(lowest: int, highest: int, L: int, tiling: Tiling, window: int | None
     for split in range(tiling.splits):
         begin = min(low + split * share, highest + 1)
         end = min(begin + share, highest + 1)
-        yield begin, end, end
-    yield highest + 1, highest + 1, L
+        yield begin, end, L if begin < end == highest + 1 else end
 
 
 def _tiles(
@@ -137,7 +136,8 @@ def _tiles(
 ) -> TileStatistics:  # fmt: skip
     """Tiles of a span, in which queries see rows of the window and, in a tree, their ancestors."""
     N = tiling.positions
-    executed, skipped = _parts(end - begin, N), _parts(limit - end, N)
+    executed = _parts(end - begin, N)
+    skipped = _parts(limit - begin, N) - executed
     # Windows of consecutive tokens overlap, so without a tree every row of a span is visible to one of them.
     empty = 0
     for at in range(begin, end, N) if tree is not None else ():
