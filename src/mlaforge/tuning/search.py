@@ -1,7 +1,7 @@
 """Search for the fastest of some configurations: successive halving on medians of interleaved measurements.
 
 A configuration replaces the default only if it is faster by MARGIN twice: in the last round, and in a repetition of it
-with these two alone.
+with these two alone, in which it must also win most pairs of calls: on a busy machine medians differ by chance.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from mlaforge.ops.tuned import Configuration
 REPEATS = (3, 10, 30)
 LEAST_REPEATS = (3, 3, 5)
 MARGIN = 1.03
+# Share of the pairs of calls in which a configuration must be faster than the default.
+MOST_PAIRS = 0.75
 
 # Seconds of one call with a configuration.
 Measure = Callable[[Configuration], float]
@@ -40,7 +42,7 @@ def search(
     default, *rest = range(len(candidates))
     start, calls = time.monotonic(), 0
 
-    def medians(indices: Sequence[int], repeats: int) -> dict[int, float]:
+    def timed(indices: Sequence[int], repeats: int) -> dict[int, list[float]]:
         nonlocal calls
         times: dict[int, list[float]] = {i: [] for i in indices}
         for repeat in range(repeats):
@@ -48,7 +50,7 @@ def search(
             for i in indices if repeat % 2 else reversed(indices):
                 times[i].append(measure(candidates[i]))
                 calls += 1
-        return {i: statistics.median(values) for i, values in times.items()}
+        return times
 
     # The first call touches the memory.
     measure(candidates[default])
@@ -59,7 +61,7 @@ def search(
     planned = REPEATS if once * _calls(len(candidates), REPEATS) < budget else LEAST_REPEATS
     running = [default, *rest]
     for repeats in planned:
-        taken = medians(running, repeats)
+        taken = {i: statistics.median(values) for i, values in timed(running, repeats).items()}
         last = repeats
         if time.monotonic() - start > budget:
             break
@@ -67,9 +69,12 @@ def search(
         running = [default, *fastest[: max(1, (len(running) + 1) // 2 - 1)]]
     best = min(running[1:], key=taken.__getitem__)
     if taken[default] > margin * taken[best]:
-        again = medians([default, best], last)
-        if again[default] > margin * again[best]:
-            return Choice(candidates[best], again[best], again[default], calls)
+        again = timed([default, best], last)
+        pairs = list(zip(again[default], again[best], strict=True))
+        slow, fast = (statistics.median(times) for times in zip(*pairs, strict=True))
+        won = sum(ours < theirs for theirs, ours in pairs)
+        if slow > margin * fast and won >= MOST_PAIRS * len(pairs):
+            return Choice(candidates[best], fast, slow, calls)
     return Choice({}, taken[default], taken[default], calls)
 
 
