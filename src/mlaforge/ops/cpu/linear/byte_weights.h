@@ -5,11 +5,17 @@
 
 constexpr int64_t STEP = 64;  // inputs per tile
 constexpr int64_t TILE_BYTES = 1024;  // of weights or of x
+// Bytes of weights to prefetch before they are read, from benchmarks/kernels.json where they were swept.
+#if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
+constexpr int64_t BYTES_AHEAD = 8 * TILE_BYTES;
+#else
+constexpr int64_t BYTES_AHEAD = 2 * TILE_BYTES;
+#endif
 
 // Step s of a block: 64 inputs of 16 outputs, 1024 bytes. ahead: bytes to prefetch before they are read.
 struct Int8Weights {
   const uint8_t* packed;
-  int64_t ahead = 2 * TILE_BYTES;
+  int64_t ahead = BYTES_AHEAD;
 
   Int8Weights from(int64_t step) const { return {packed + step * TILE_BYTES, ahead}; }
   const uint8_t* step(int64_t s, uint8_t*) const { return packed + s * TILE_BYTES; }

@@ -40,7 +40,7 @@ inline void unpack_step(const uint8_t* from, uint8_t* to) {
 
 struct Int4Weights {
   const uint8_t* packed;
-  int64_t ahead = 2048;  // bytes to prefetch before they are read
+  int64_t ahead = BYTES_AHEAD;
 
   Int4Weights from(int64_t step) const { return {packed + step * STEP_BYTES, ahead}; }
   const uint8_t* step(int64_t s, uint8_t* scratch) const {
