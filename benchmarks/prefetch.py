@@ -1,4 +1,4 @@
-"""How far ahead the compiled products of int8 and int4 weights should prefetch: the default in cpu/linear/byte_weights.h.
+"""How far ahead the compiled products of int8 and int4 weights prefetch: the default in cpu/linear/byte_weights.h.
 
     python -m benchmarks.prefetch [--repetitions 24] [--summarize FILE]
 
@@ -24,7 +24,7 @@ from mlaforge.rendering.table import markdown_table
 from mlaforge.runtime import processor_name
 from mlaforge.tuning.cases import ProductCase
 
-# Bytes ahead, before this measurement 2 KiB; outputs and inputs of products; rows.
+# Bytes ahead (2 KiB before this measurement); outputs and inputs of products; rows.
 AHEAD = (1024, 2048, 4096, 8192, 16384)
 LAYERS = ((5120, 2880), (2880, 4096), (3072, 576), (576, 1536))
 ROWS = (1, 4)
