@@ -33,6 +33,8 @@ settings.register_profile("mlaforge", deadline=None)
 settings.load_profile("mlaforge")
 # Set before huggingface_hub is imported: no test may wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A table that this machine's user tuned must not decide what a test measures.
+os.environ.setdefault("MLAFORGE_TUNED", "none")
 # Set before Triton is imported: without a GPU, tests run its kernels in Python.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -101,6 +101,18 @@ def kernels_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
+def tuned_file() -> str | None:
+    """Return $MLAFORGE_TUNED, a table of tuned kernels (ops/tuned.py) or `none`; None if unset."""
+    return os.environ.get("MLAFORGE_TUNED") or None
+
+
+def processor_name() -> str:
+    """Return the processor's model name from /proc/cpuinfo, `cpu` if unknown."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
+
+
 def compiler_name() -> str:
     """Return $CXX, the C++ compiler; g++ if it is unset."""
     return os.environ.get("CXX") or "g++"

@@ -214,3 +214,22 @@ def test_rows_are_packed(name, dtype):
     for out, implementation in zip(rows, ("triton", "reference"), strict=True):
         PACK_ROWS(row.to(dtype), format, out, units, implementation=implementation)
     assert torch.equal(*rows) and rows[0].any()
+
+
+@pytest.mark.parametrize("name", ["plain", "coded"])
+def test_an_entry_changes_the_launches_and_not_the_result(with_entry, name, monkeypatch):
+
+    tiles = []
+    original = latent_attention_gpu.make_launches
+
+    def recorded(*arguments, **options):
+        launches = original(*arguments, **options)
+        tiles.append((launches.logits[1]["BLOCK_N"], launches.logits[2], launches.sum[1]["BLOCK_C"]))
+        return launches
+
+    monkeypatch.setattr(latent_attention_gpu, "make_launches", recorded)
+    configuration = {"rows": 32, "num_warps": 8, "num_stages": 3, "BLOCK_C": 32, "waves": 3}
+    default, changed, key = with_entry("latent", configuration, lambda: compare([(70, 1), (40, 2)], name))
+    torch.testing.assert_close(changed, default, rtol=2e-2, atol=2e-2)
+    assert tiles[0] != tiles[1] == (32, {"num_warps": 8, "num_stages": 3}, 32)
+    assert key[0] == "latent" and key[5] == ("fp32" if name == "plain" else "coded")

@@ -12,6 +12,7 @@ from mlaforge.engine.execution.indexer import Selections
 from mlaforge.modeling import token_index_mla
 from mlaforge.modeling.token_index_mla import PairsIndex
 from mlaforge.ops.cache_view import CacheView
+from mlaforge.ops.gpu_properties import gpu_properties
 from mlaforge.ops.host_view import host_view
 from mlaforge.ops.paged_attention import paged_attention
 from mlaforge.ops.token_selection import TokenIndex, empty_keys, keys_at, visible_slots
@@ -322,3 +323,34 @@ def test_nodes_of_a_tree_select_from_their_paths(compiled, implementation, lengt
         expected = token_index.choose(*one, implementation=implementation)[1]
         assert positions[node, :count].tolist() == expected[0].tolist()
         assert selected_slots[node, :count].tolist() == places[positions[node, :count].long()].tolist()
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_an_entry_changes_the_launch_and_not_the_selection(with_entry, monkeypatch):
+
+    from mlaforge.ops import token_selection_triton as selection
+
+    view, slots = make_view([3000, 40], [1, 1])
+    token_index, view = on_device(index(4, 8, 12, 20, topk=24), view)
+    draw = torch.Generator().manual_seed(0)
+    keys = empty_keys(slots, 8, torch.device("cpu"))
+    keys = keys.copy_(torch.randint(-127, 128, keys.shape, generator=draw)).to(DEVICE)
+    q, turn = torch.randn(2, 4 * 12 + 5, generator=draw).to(DEVICE), turns(torch.arange(2)).to(DEVICE)
+    usual = selection.stretch_of(2, 3000, gpu_properties(keys.device))
+    stretch = next(stretch for stretch in selection.STRETCHES if stretch != usual)
+    grids = []
+    original = selection.launches
+
+    def recorded(*arguments, **options):
+        grid, sizes = original(*arguments, **options)
+        grids.append((grid, sizes["STRETCH"]))
+        return grid, sizes
+
+    monkeypatch.setattr(selection, "launches", recorded)
+    default, changed, _ = with_entry(
+        "selection", {"stretch": stretch}, lambda: token_index.choose(keys, q, turn, view, (24, 24), 16, "triton")
+    )
+    # Rounding may swap two tokens with adjacent scores.
+    assert len(set(default[1][0].tolist()) & set(changed[1][0].tolist())) >= 23
+    assert [size for _, size in grids] == [usual, stretch] and grids[0][0] != grids[1][0]

@@ -27,6 +27,7 @@ factorization engine
 synthesis
 diagnosis calibration conversion sparsity healing drafting evaluation serving
 bench report vllm_plugin
+tuning
 demo
 gpu_verification
 cli

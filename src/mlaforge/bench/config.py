@@ -66,7 +66,11 @@ class BenchConfig(Options):
     perf: bool = option(False, "check the invariants of PERF_MODE first and stop if one is broken")
     force: bool = option(False, "run the full scope before the micro gates are green; results record it")
     roof: str = option("auto", "machine of the roofline, as in `plan`; auto: this machine")
-    op: str = option("paged_attention", "kernels: paged_attention, experts, or layer: the small operations of a layer")
+    tuned: str | None = option(None, "table of tuned kernels, as in `serve`; none: no table")
+    op: str = option(
+        "paged_attention", "kernels: paged_attention, experts, layer (its small operations) or draft (an EAGLE-3 head)"
+    )
+    sweep: bool = option(False, "kernels: measure every candidate of `tune` at shapes of public models instead")
     implementation: str | None = option(None, "kernels: implementation to measure (default: the dispatched one)")
     device: str = option("auto", "compute device: auto, cpu, cuda, cuda:1, ...")
     out: str = option("results", "output folder; each run writes a subfolder named by its time")

@@ -1,7 +1,8 @@
 """PERF_MODE: invariants of a decoding engine, checked on an untimed repetition.
 
-tuned_kernels     every call of an op ran the fastest implementation available on this device, and on CUDA every
-                  decoding step, except those of partial verification, replayed a graph
+tuned_kernels     every call of an op ran the fastest implementation available on this device, with an entry of the
+                  tuned table if there is one for the op, and on CUDA every decoding step, except those of partial
+                  verification, replayed a graph
 drafting_goes_on  every decoding sequence got room for all drafts that fit before its end, and the drafter filled it
 cache_integrity   tables, pools and sequences agree; every view agrees with the tables; no slot is written twice
 no_host_reads     per decoding step at most one read of a device tensor (the sampled tokens), one per proposal of a head
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlaforge.bench.engine_peer import EnginePeer
+from mlaforge.bench.gemm_shapes import Recorder, Shapes
 from mlaforge.bench.peer import Variant
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch
@@ -33,12 +35,14 @@ from mlaforge.engine.speculation.eagle3 import EagleDrafter
 from mlaforge.engine.speculation.policy import Decision
 from mlaforge.engine.speculation.sparse_view import LEAST_PROVISIONAL, SparseView
 from mlaforge.engine.speculation.speculation import Proposal
-from mlaforge.ops import native
+from mlaforge.ops import native, tuned
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.dispatch import Op, hooked
 from mlaforge.runtime import ops_choice
 
 NOT_COMPILED = "it is not compiled"
+# Missing shapes that a finding names.
+SHOWN = 5
 CLONES = ("aten::clone", "aten::_to_copy", "aten::copy_")
 
 
@@ -79,11 +83,18 @@ class Audit:
         self.views = 0
         self.broken_views: list[str] = []
         self.hook = Hook(self.engine)
+        self.recorder = Recorder(self.engine)
+        self.missed: Counter[tuple[str, str]] = Counter()
+        # Calls of kernels by their tuned configuration: hit, default, miss.
+        self.tuned_calls: Counter[str] = Counter()
 
     def run(self, prompts: list[list[int]], tokens: int, variant: Variant) -> list[Finding]:
         """Run two repetitions, the first instrumented, and return the finding of every invariant."""
-        with self.instrumented():
+        before, calls = tuned.missing(), tuned.totals()
+        with self.recorder.active(), self.instrumented():
             first = self.peer.run(prompts, tokens, variant).token_ids
+        self.missed = tuned.missing() - before + self._missing_products()
+        self.tuned_calls = tuned.totals() - calls
         repeated = self.peer.run(prompts, tokens, variant).token_ids
         # Adaptive drafting leaves room unused on purpose.
         drafting = [self.drafting(variant)] if variant.count and variant.draft != "default" else []
@@ -188,6 +199,21 @@ class Audit:
 
         return counted_propose
 
+    @property
+    def shapes(self) -> Shapes:
+        """Matrix products of the instrumented repetition."""
+        return self.recorder.shapes
+
+    def _missing_products(self) -> Counter[tuple[str, str]]:
+        """Calls of the compiled products whose shape the tuned table lacks, by op and key."""
+        missing: Counter[tuple[str, str]] = Counter()
+        for shape, usage in self.shapes.usage.items():
+            op, key = shape.key
+            compiled = self.engine.device.type == "cpu" and native.is_available() and shape.dtype in tuned.COMPILED
+            if compiled and tuned.is_tuned(op) and tuned.entry(op, key) is None:
+                missing[op, tuned.text(key)] += usage.count
+        return missing
+
     def tuned(self) -> Finding:
         calls, untuned_calls = sum(self.calls.values()), sum(self.untuned.values())
         # Replayed steps call no op: the counts are of captured and eager steps.
@@ -199,7 +225,17 @@ class Audit:
             detail = f"{eager} decoding steps without a graph; {detail}"
         if "check" in ops_choice().split(","):
             return Finding("tuned_kernels", False, 0.0, 1.0, "MLAFORGE_OPS=check computes everything twice")
+        if self.missed:
+            lacking = [f"{op} {key}" for (op, key), _ in self.missed.most_common()]
+            more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
+            return Finding(
+                "tuned_kernels", False, 0.0, 1.0,
+                f"the tuned table lacks {', '.join(lacking[:SHOWN])}{more}; `mlaforge tune` adds them",
+            )  # fmt: skip
         detail = detail or "no op with several implementations was called"
+        if digest := tuned.identity()["hash"]:
+            hits, total = self.tuned_calls["hit"], self.tuned_calls.total()
+            detail = f"{hits} of {total} kernel calls by the tuned table {digest}; {detail}"
         return Finding("tuned_kernels", share == 1.0, share, 1.0, detail)
 
     def drafting(self, variant: Variant) -> Finding:

@@ -24,6 +24,7 @@ import torch
 
 from mlaforge.bench import machine
 from mlaforge.bench.config import BenchConfig
+from mlaforge.bench.draft_products import products
 from mlaforge.bench.layer_operations import Run, experts_inputs, operations
 from mlaforge.bench.roof import describe, roof
 from mlaforge.config import DTYPES, nearest
@@ -37,8 +38,8 @@ from mlaforge.rendering.table import markdown_table
 from mlaforge.runtime import UserError, log, resolve_device
 
 # `layer`: the small operations of a layer (layer_operations.py), on so many tokens; scaled down for a CPU. `experts`: a
-# mixture of MXFP4 experts.
-OPERATIONS = ("paged_attention", "layer", "experts")
+# mixture of MXFP4 experts. `draft`: products of an EAGLE-3 head (draft_products.py).
+OPERATIONS = ("paged_attention", "layer", "experts", "draft")
 TOKENS, CPU_TOKENS, SMALL_TOKENS = (1, 8, 64, 2048), (1, 8), (3,)
 
 
@@ -199,8 +200,12 @@ def run(config: BenchConfig, folder: Path, scope: str | None = None) -> dict[str
     gpu = roof(config.roof, device)
     if gpu is None:
         raise UserError("the roofline of this machine is unknown; name the most similar machine with --roof")
-    header, rows = machine.header("kernels", device), list[dict[str, Any]]()
-    if config.op != "paged_attention":
+    header, rows = machine.header("kernels", device, config.tuned), list[dict[str, Any]]()
+    if config.op == "draft":
+        for name, (N, minimum, run_product) in products(dtype, device, scope == "small").items():
+            rows.append(measure_operation(name, N, minimum, run_product, config.implementation, device, gpu, config.op))
+            log(f"{name}: {rows[-1]['us']:.1f} us")
+    elif config.op != "paged_attention":
         for N in SMALL_TOKENS if scope == "small" else CPU_TOKENS if device.type == "cpu" else TOKENS:
             make = experts_operation if config.op == "experts" else operations
             for name, (minimum, run_operation) in make(N, dtype, device, scope == "small").items():
@@ -208,6 +213,7 @@ def run(config: BenchConfig, folder: Path, scope: str | None = None) -> dict[str
                     measure_operation(name, N, minimum, run_operation, config.implementation, device, gpu, config.op)
                 )
                 log(f"{name}, {N} tokens: {rows[-1]['us']:.1f} us")
+    if config.op != "paged_attention":
         machine.write(folder / "kernels.json", {**header, "roof": describe(gpu), "rows": rows})
         return {**header, "roof": describe(gpu), "rows": rows}
     for name, (S, P, T) in grid(scope or ("cpu" if device.type == "cpu" else "full")):

@@ -14,8 +14,8 @@ import psutil
 import torch
 
 from mlaforge.artifact import record_text
-from mlaforge.ops import native
-from mlaforge.runtime import compact_json, environment, version
+from mlaforge.ops import native, tuned
+from mlaforge.runtime import compact_json, environment, processor_name, version
 
 SCHEMA = 1
 # Longest line of a row.
@@ -44,14 +44,7 @@ def device_name(device: torch.device) -> str:
     """Name of the GPU, or of the processor with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{environment_processor()}, {torch.get_num_threads()} threads"
-
-
-def environment_processor() -> str:
-    """Model name of the processor from /proc/cpuinfo, `cpu` if unknown."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
+    return f"{processor_name()}, {torch.get_num_threads()} threads"
 
 
 def command(*program: str) -> str:
@@ -59,14 +52,15 @@ def command(*program: str) -> str:
     return shlex.join([*program, *map(record_text, sys.argv[1:])])
 
 
-def header(kind: str, device: torch.device) -> dict[str, Any]:
-    """Common first keys of every results file."""
+def header(kind: str, device: torch.device, tuned_file: str | None = None) -> dict[str, Any]:
+    """Common first keys of every results file. tuned_file: option `tuned`, as for the engine."""
+    tuned.load(device, tuned_file)
     code, dirty = commit()
     return {
         "kind": kind, "schema": SCHEMA, "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(Path(sys.argv[0]).name), "commit": code, "dirty": dirty,
         "device": device_name(device), "kernels": native.form() if device.type == "cpu" else None,
-        "environment": environment(),
+        "tuned": tuned.identity(), "environment": environment(),
     }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from mlaforge.bench.gemm_shapes import Shapes
 from mlaforge.bench.invariants import Finding
 from mlaforge.bench.peer import Peer, Repetition, Variant
 
@@ -20,3 +21,5 @@ class Row:
     limit: dict[str, Any] | None = None
     activations: int | None = None
     findings: list[Finding] = dataclasses.field(default_factory=list)
+    # Matrix products of the audit.
+    shapes: Shapes = dataclasses.field(default_factory=Shapes)

@@ -16,6 +16,11 @@ KERNELS, CONVERSION, ALL = "kernels", "conversion", "all"
 KNOWN = (*recipe.SCENARIOS, ALL, *recipe.OTHERS, KERNELS, CONVERSION)
 
 
+def new_folder(config: BenchConfig) -> Path:
+    """Return the folder of a run that begins now."""
+    return Path(config.out) / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+
+
 def run(what: str, models: list[str], config: BenchConfig) -> tuple[Path, str]:
     """Run one benchmark, or scenarios (comma-separated, or `all`), in a new folder of `config.out`.
 
@@ -27,7 +32,7 @@ def run(what: str, models: list[str], config: BenchConfig) -> tuple[Path, str]:
         if name not in (known := (*recipe.SCENARIOS, *recipe.OTHERS)):
             raise UserError(f"bench {what!r}: {name!r} must be one of {', '.join(known)}{nearest(name, KNOWN)}")
     out = Path(config.out)
-    folder = out / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    folder = new_folder(config)
     if what == KERNELS:
         from mlaforge.bench import kernels
 

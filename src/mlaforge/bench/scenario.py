@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from mlaforge.artifact import Manifest, record_path
-from mlaforge.bench import machine, summary
+from mlaforge.bench import gemm_shapes, machine, summary
 from mlaforge.bench.checkout_peer import CheckoutPeer
 from mlaforge.bench.config import BenchConfig
 from mlaforge.bench.endpoint import Endpoint, PeerFailed
 from mlaforge.bench.engine_peer import EnginePeer
+from mlaforge.bench.gemm_shapes import Shapes
 from mlaforge.bench.invariants import Audit, Finding, merge
 from mlaforge.bench.peer import PLAIN, DoesNotFit, Peer, Repetition, Variant
 from mlaforge.bench.prompts import Conversations, Prompts
@@ -118,7 +119,7 @@ def run(
     if len(set(names)) < len(names):
         duplicate = max(names, key=names.count)
         raise UserError(f"two models are called {duplicate}; rename one directory, as results identify models by name")
-    header = machine.header("scenario", device)
+    header = machine.header("scenario", device, config.tuned)
     forced = permit(recipe.scope, header)
     imported = [case for file in config.import_ or () for case in _imported(Path(file), scenario)]
     gpu, start = roof(config.roof, device), time.monotonic()
@@ -139,6 +140,9 @@ def run(
         "base": config.base and commit_of(Path(config.base)), "perf": None, "cases": [],
     }  # fmt: skip
     path, findings = folder / f"{scenario}.json", list[Finding]()
+    # The scenarios of a run add to one file.
+    shapes_file = folder / gemm_shapes.FILE
+    shapes = Shapes.read(shapes_file) if shapes_file.exists() else Shapes()
     groups = [(c, b) for c in sorted(recipe.contexts) for b in sorted(recipe.batches)]
     total = recipe.rounds + recipe.warm_up
     prompts_of = {(c, b): {name: prompts(c, b, total) for name, prompts in texts.items()} for c, b in groups}
@@ -154,6 +158,10 @@ def run(
                     finally:
                         findings += [finding for row in rows for finding in row.findings]
                         body["perf"] = merge(findings) if config.perf else None
+                        for row in rows:
+                            shapes.update(row.shapes)
+                        if config.perf:
+                            shapes.write(shapes_file)
                         body["seconds"] = time.monotonic() - start
                         body["cases"] += _cases(rows, resolved, recipe, gpu, fraction, context, batch)
                         machine.write(path, body)
@@ -231,7 +239,9 @@ def _audit(row: Row, prompts: list[list[int]], tokens: int) -> None:
     """Check PERF_MODE's invariants on an untimed repetition. Raise BrokenInvariant for the first that fails."""
     assert isinstance(row.peer, EnginePeer)
     with _fitting(row):
-        row.findings = Audit(row.peer).run(prompts, tokens, row.variant)
+        audit = Audit(row.peer)
+        row.findings = audit.run(prompts, tokens, row.variant)
+        row.shapes.update(audit.shapes)
     for finding in row.findings:
         if not finding.passed:
             raise BrokenInvariant(f"{finding.name}: {finding.detail} ({row.peer.model}, {label(row.variant)})")
@@ -292,7 +302,7 @@ def loaded(
         for model, dtype, rows in engines:
             settings = EngineConfig(
                 dtype=dtype, device=config.device, kv_cache_dtype=rows, cache_fraction=fraction / len(engines),
-                prefix_caching=recipe.prefix_caching, num_speculative_tokens=max(1, *recipe.counts),
+                prefix_caching=recipe.prefix_caching, num_speculative_tokens=max(1, *recipe.counts), tuned=config.tuned,
             )  # fmt: skip
             arguments = (recipe.head, settings, max_length, max_batch, recipe.prompts_once)
             load(EnginePeer.name, model, dtype, EnginePeer, *arguments, rows=rows)

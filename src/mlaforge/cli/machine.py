@@ -1,4 +1,4 @@
-"""Verbs on this machine: what it has, and CPU kernels compiled ahead."""
+"""Verbs on this machine: what it has, CPU kernels compiled ahead, tuning and sweeps of kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from mlaforge.cli.verb import Json
+from mlaforge.bench.config import BenchConfig
+from mlaforge.cli.verb import Json, quiet
 from mlaforge.runtime import UserError
+from mlaforge.tuning.config import TuneConfig
 
 Forms = Annotated[
     list[str] | None,
@@ -90,3 +92,31 @@ def build_kernels(form: Forms = None, out: Folder = None) -> None:
             print(KernelLibrary.of(name).build(out or cache_folder()), flush=True)
         except CompilationError as error:
             raise UserError(f"{name}: {error}") from None
+
+
+def tune(
+    config: TuneConfig,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="model directory, .gguf file or hub id")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="table to write (the cache's)")] = None,
+) -> None:
+    """Tune kernels at the shapes of MODEL, into the table that the engine loads on this device; an interrupted run
+    resumes."""
+    from mlaforge.tuning import tune as stage
+
+    quiet()
+    tuning = stage.run(model, config, out)
+    print(f"{tuning.table()}\n{tuning.path}")
+
+
+def sweep(what: str, config: BenchConfig) -> None:
+    """Run `bench kernels --sweep`."""
+    from mlaforge.bench import results, run
+    from mlaforge.tuning import sweep as stage
+
+    if what != run.KERNELS:
+        raise UserError(f"--sweep measures kernels, not {what}: mlaforge bench kernels --sweep")
+    folder = run.new_folder(config)
+    body = stage.run(config, folder)
+    if config.summary is not None:
+        results.add_table(Path(config.summary), config.table or "sweep", stage.short(body))
+    print(f"{stage.table(body)}\n{folder}")

@@ -34,6 +34,7 @@ from mlaforge.report.config import CardConfig
 from mlaforge.runtime import UserError, forget_interrupts, install
 from mlaforge.serving.config import ChatConfig, GenerateConfig, ServeConfig
 from mlaforge.sparsity.config import SparsifyConfig
+from mlaforge.tuning.config import TuneConfig
 
 app = group("Convert grouped-query attention to multi-head latent attention, measure the cost, and serve the result.")
 app.add_typer(draft.app, name="draft")
@@ -288,6 +289,9 @@ def bench(
     from mlaforge.bench.scenario import BrokenInvariant
 
     quiet()
+    if config.sweep:
+        machine.sweep(what, config)
+        return
     try:
         folder, tables = stage.run(what, models or [], config)
     except BrokenInvariant as error:
@@ -413,6 +417,7 @@ def verify_gpu(
 
 verb()(machine.build_kernels)
 verb()(machine.env)
+verb(TuneConfig)(machine.tune)
 
 
 def main() -> None:

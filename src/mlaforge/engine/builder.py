@@ -26,6 +26,7 @@ from mlaforge.engine.speculation.policy import Policy
 from mlaforge.engine.speculation.sparse_view import SparseView, SparseViewConfig, sparse_view_format
 from mlaforge.engine.speculation.speculation import Speculation
 from mlaforge.modeling.eagle3 import Eagle3Head
+from mlaforge.ops import tuned
 from mlaforge.ops.token_selection import KEY_TILE
 from mlaforge.runtime import UserError, log, resolve_device
 
@@ -48,6 +49,7 @@ class Builder:
         format = choose_format(config.dtype, source, self.device)
         if config.deterministic:
             check_deterministic(format)
+        tuned.load(self.device, config.tuned)
         self.model = EngineModel(source, format, self.device)
         longest = source.spec.max_position_embeddings
         self.max_model_len = min(config.max_model_len or longest, longest)

@@ -96,6 +96,10 @@ class EngineConfig(Options):
         "for a bfloat16 model without experts on a CPU that multiplies int8, else the model's",
         choices=("auto", "model", "int8", "int4"),
     )  # fmt: skip
+    tuned: str | None = option(
+        None,
+        "table of kernels that `mlaforge tune` wrote, used before this device's in the cache; none: no table",
+    )
     adaptive_speculation: bool = option(
         True,
         "draft fewer tokens, or none, where measurements show no gain, and draft by prompt lookup beside any drafter",

@@ -35,6 +35,7 @@ from mlaforge.engine.speculation.speculation import Proposal, Speculation
 from mlaforge.engine.speculation.verification import Verified, verify
 from mlaforge.engine.stats import EngineStats
 from mlaforge.engine.step import Computed, Drawn, Part, Settled, parts, read_prompt_logprobs
+from mlaforge.ops import tuned
 from mlaforge.runtime import UserError, log, on_device
 
 
@@ -330,6 +331,9 @@ class Engine:
         self._stats.cache_blocks_used = self.tables.used
         self._stats.speculation = None if self.speculation is None else self.speculation.stats.copy()
         self._stats.cache_bytes_used = sum(self.cache.bytes_used(self.tables))
+        calls = tuned.totals()
+        self._stats.tuned_hits, self._stats.tuned_defaults = calls["hit"], calls["default"]
+        self._stats.tuned_misses = calls["miss"]
         return dataclasses.replace(self._stats)
 
     def check_integrity(self) -> None:

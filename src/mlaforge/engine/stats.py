@@ -34,5 +34,15 @@ class EngineStats:
     cache_blocks_used: int = 0
     cache_bytes: int = 0
     cache_bytes_used: int = 0
+    # Calls of kernels since this process loaded the tuned tables (ops/tuned.py).
+    tuned_hits: int = 0
+    tuned_defaults: int = 0
+    tuned_misses: int = 0
     # None without a drafter.
     speculation: SpeculationStats | None = None
+
+    @property
+    def tuned_ratio(self) -> float | None:
+        """Share of the kernels' calls that had a tuned configuration; None before the first call."""
+        calls = self.tuned_hits + self.tuned_defaults + self.tuned_misses
+        return self.tuned_hits / calls if calls else None

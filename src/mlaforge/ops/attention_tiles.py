@@ -1,5 +1,5 @@
-"""Tiles, stages and splits of paged attention's Triton kernel, chosen from shapes and the GPU's properties. Not tuned
-on a GPU yet."""
+"""Tiles, stages and splits of paged attention's Triton kernel, chosen from shapes and the GPU's properties, and the
+candidates that `mlaforge tune` measures instead. Not tuned on a GPU yet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import triton
 
 from mlaforge.ops.gpu_properties import KIB, GpuProperties
-from mlaforge.ops.work_list import MOST_PIECES
+from mlaforge.ops.work_list import MOST_PIECES, UNIT
 
 
 def pieces(width: int) -> tuple[int, int]:
@@ -60,17 +60,43 @@ def tile_sizes(
         for budget in (half, whole) if BLOCK_M < 64 else (whole,):
             for BLOCK_N in (64, 32):
                 for stages in (7, 5, 3):
-                    tiles = (stages - 1) // 2
-                    if asynchronous := BLOCK_M >= 64 and gpu.asynchronous:
-                        # The tile that the tensor cores still read.
-                        tiles += 1
-                    # Synchronous tensor cores take their left factor, the weights, from registers through shared
-                    # memory.
-                    weights = 0 if asynchronous else BLOCK_M * BLOCK_N * itemsize
-                    if BLOCK_M * keys * itemsize + tiles * BLOCK_N * row_bytes + weights <= budget:
+                    if _shared(BLOCK_M, BLOCK_N, stages, keys, row_bytes, itemsize, gpu) <= budget:
                         return BLOCK_M, BLOCK_N, warps, stages
         BLOCK_M //= 2
     return None
+
+
+def _shared(
+    BLOCK_M: int, BLOCK_N: int, stages: int, keys: int, row_bytes: int, itemsize: int, gpu: GpuProperties
+) -> int:  # fmt: skip
+    """Bytes of shared memory of a program's tiles."""
+    tiles = (stages - 1) // 2
+    if asynchronous := BLOCK_M >= 64 and gpu.asynchronous:
+        # The tile that the tensor cores still read.
+        tiles += 1
+    # Synchronous tensor cores take their left factor, the weights, from registers through shared memory.
+    weights = 0 if asynchronous else BLOCK_M * BLOCK_N * itemsize
+    return BLOCK_M * keys * itemsize + tiles * BLOCK_N * row_bytes + weights
+
+
+def candidates(
+    rows: int, keys: int, values: int, v_in_k: bool, itemsize: int, gpu: GpuProperties
+) -> list[dict[str, int]]:  # fmt: skip
+    """Return configurations to measure instead of `tile_sizes`' and of the number of programs, that fit into shared
+    memory. BLOCK_N divides the unit of pieces: only a sequence's last tile may be partial. `waves`: programs per
+    multiprocessor among which a step's rows are divided."""
+    default = tile_sizes(rows, keys, values, v_in_k, itemsize, gpu)
+    if default is None:
+        return []
+    row_bytes = (keys if v_in_k else keys + values) * itemsize
+    return [
+        {"BLOCK_N": BLOCK_N, "num_warps": warps, "num_stages": stages, "waves": waves}
+        for BLOCK_N in (32, UNIT)
+        for warps in (4, 8)
+        for stages in (3, 5, 7)
+        for waves in (1, 2, 4)
+        if _shared(default[0], BLOCK_N, stages, keys, row_bytes, itemsize, gpu) <= gpu.shared_memory - OVERHEAD
+    ]
 
 
 @functools.lru_cache(maxsize=4096)

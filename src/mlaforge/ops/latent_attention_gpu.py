@@ -23,6 +23,7 @@ import triton
 from torch import Tensor
 
 from mlaforge.modeling.coded_layout_mla import round_up
+from mlaforge.ops import tuned
 from mlaforge.ops.absorbed_latents_triton import up_project_kernel, up_project_launch
 from mlaforge.ops.attention_tiles import OVERHEAD, choose_splits
 from mlaforge.ops.cache_view import CacheView
@@ -75,6 +76,13 @@ class Tiles:
     warps: int
     stages: int
 
+    def tuned(self, configuration: tuned.Configuration) -> Tiles:
+        """Return the tiles with the numbers of a tuned configuration."""
+        names = {"rows": "rows", "warps": "num_warps", "stages": "num_stages"}
+        return dataclasses.replace(
+            self, **{field: configuration[name] for field, name in names.items() if name in configuration}
+        )
+
 
 def logit_tiles(rows: int, G: int, pairs: int, itemsize: int, gpu: GpuProperties) -> Tiles:
     """Choose tiles for so many rows of all sequences and padded rotary pairs.
@@ -94,6 +102,20 @@ def logit_tiles(rows: int, G: int, pairs: int, itemsize: int, gpu: GpuProperties
         if stages * step * (block + 2 * heads * pairs) * itemsize <= gpu.shared_memory - OVERHEAD:
             return Tiles(block, heads, step, warps, stages)
     return Tiles(block, heads, 32, warps, 2)
+
+
+def candidates(default: Tiles, pairs: int, itemsize: int, gpu: GpuProperties) -> list[tuned.Configuration]:
+    """Return configurations to measure, which fit into shared memory: of the logits rows, warps and stages, of the sum
+    columns and `waves`, programs per multiprocessor."""
+    return [
+        {"rows": rows, "num_warps": warps, "num_stages": stages, "BLOCK_C": columns, "waves": waves}
+        for rows in (64, 128)
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+        for columns in (128, 256)
+        for waves in (1, 2)
+        if stages * default.step * (rows + 2 * default.heads * pairs) * itemsize <= gpu.shared_memory - OVERHEAD
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +143,7 @@ def make_launches(
 ) -> Launches:  # fmt: skip
     """Prepare the launches of a group of sequences, which write to its tokens of `results`, out [N, H, K] and lse
     [N, H]. tables: cos and sin. Allocates what is temporary."""
-    gpu = gpu or gpu_properties(q_kv_NX.device)
+    here, gpu = gpu is None, gpu or gpu_properties(q_kv_NX.device)
     before = sum(view.queries[: group.start])
     tokens = slice(before, before + sum(view.queries[group]))
     q_kv_NX, out, lse = (x[tokens] for x in (q_kv_NX, *results))
@@ -140,7 +162,9 @@ def make_launches(
         assert isinstance(rows.format, Coded)
         decoding = integers_launch(rows.packed, rows.format, of_group, most, data)
     pairs, item = max(16, triton.next_power_of_2(D // 2)), weights.w_uk.element_size()
-    tiles = logit_tiles(S * most, G, pairs, item if integers else q_kv_NX.element_size(), gpu)
+    key = tuned.attention_key("latent", D, K, H, G, rows.format.name, T, S, most, selected is not None)
+    configuration = (tuned.config("latent", key) if here else None) or {}
+    tiles = logit_tiles(S * most, G, pairs, item if integers else q_kv_NX.element_size(), gpu).tuned(configuration)
     precision = "ieee" if q_kv_NX.dtype == torch.float32 else "tf32"
     # Weights are at most 1, and fp16 has more of their digits than bf16.
     exact = q_kv_NX.dtype == torch.float32
@@ -177,8 +201,10 @@ def make_launches(
 
     BLOCK_M = 16 if T * H <= 16 or exact else 64
     BLOCK_C = 64 if exact else min(256, max(16, triton.next_power_of_2(K))) if BLOCK_M == 64 else 128
+    BLOCK_C = configuration.get("BLOCK_C", BLOCK_C)
     columns, m_tiles = triton.cdiv(K, BLOCK_C), triton.cdiv(T * H, BLOCK_M)
-    splits = choose_splits(columns * m_tiles * S, triton.cdiv(most, 2 * BLOCK_N), gpu.multiprocessors)
+    room = gpu.multiprocessors * configuration.get("waves", 1)
+    splits = choose_splits(columns * m_tiles * S, triton.cdiv(most, 2 * BLOCK_N), room)
     splits = min(max(splits, triton.cdiv(most, PIECE)), MOST_SPLITS)
     unit = max(BLOCK_N, tiles.rows)
     piece = triton.cdiv(triton.cdiv(most, splits), unit) * unit
@@ -192,19 +218,25 @@ def make_launches(
         "part_lse": part_lse, "piece": piece,
         "splits": splits, "H": H, "BLOCK_M": BLOCK_M, "BLOCK_N": min(tiles.rows, BLOCK_N), "BLOCK_C": BLOCK_C,
     }  # fmt: skip
-    merge = None
-    if splits > 1:
-        merge_arguments = {
-            "parts": parts, "part_lse": part_lse, "out": out, "lse": lse, "sinks": lse, "SINKS": False, "LISTED": False,
-            "query_start": view.query_start_S1, "by_sequence": view.query_start_S1, "splits": splits, "queries": 1,
-            "H": H, "V": K, "BLOCK_V": min(128, triton.next_power_of_2(K)), "MOST": MOST_SPLITS, "BLOCK_S": 16,
-        }  # fmt: skip
-        merge = (N * H, triton.cdiv(K, merge_arguments["BLOCK_V"])), merge_arguments
+    merge = _merge_launch(parts, part_lse, out, lse, view) if splits > 1 else None
     return Launches(
         decoding, (grid, arguments, options),
         ((columns, m_tiles * splits, S), sum_arguments, {"num_warps": 8 if BLOCK_C == 256 else 4, "num_stages": 3}),
         merge,
     )  # fmt: skip
+
+
+def _merge_launch(
+    parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, view: CacheView
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Grid and arguments of the merge of the sum's splits [N, H, splits, K]."""
+    N, H, splits, K = parts.shape
+    arguments = {
+        "parts": parts, "part_lse": part_lse, "out": out, "lse": lse, "sinks": lse, "SINKS": False, "LISTED": False,
+        "query_start": view.query_start_S1, "by_sequence": view.query_start_S1, "splits": splits, "queries": 1, "H": H,
+        "V": K, "BLOCK_V": min(128, triton.next_power_of_2(K)), "MOST": MOST_SPLITS, "BLOCK_S": 16,
+    }  # fmt: skip
+    return (N * H, triton.cdiv(K, arguments["BLOCK_V"])), arguments
 
 
 def groups(view: CacheView, heads: int, K: int, decoded: int) -> list[slice]:

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlaforge.ops import tuned
 from mlaforge.ops.expert_routing import route
 from mlaforge.ops.gpu_properties import GpuProperties, gpu_properties
 from mlaforge.ops.mxfp4 import BLOCK
@@ -231,6 +232,16 @@ def tile_sizes(pairs: int, experts: int, outputs: int, gpu: GpuProperties) -> tu
     return size, 32 if few else 64
 
 
+def candidates() -> list[tuned.Configuration]:
+    """Return configurations to measure instead of `tile_sizes`'. programs: per multiprocessor."""
+    return [
+        {"BLOCK_M": size, "BLOCK_O": outputs, "programs": programs}
+        for size in (16, 64, 128)
+        for outputs in (32, 64)
+        for programs in (1, 2, 4)
+    ]
+
+
 def make_launch(
     x: Tensor, order_P: Tensor, offsets: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor, out: Tensor,
     top_k: int, alpha: float, limit: float, gated: bool, gpu: GpuProperties | None = None,
@@ -238,14 +249,21 @@ def make_launch(
     """Prepare a launch from shapes alone. `blocks` [E, outputs, inputs / 32, 16], `offsets` int32 [E + 1]. `gpu`: to
     compile for, if not the tensors' device."""
     E, P, OUTPUTS = len(blocks), len(order_P), out.shape[1]
-    gpu = gpu or gpu_properties(x.device)
+    here, gpu = gpu is None, gpu or gpu_properties(x.device)
     BLOCK_M, BLOCK_O = tile_sizes(P, E, OUTPUTS, gpu)
     inputs = BLOCK_K
     if x.dtype == torch.float32:
         BLOCK_M, (BLOCK_O, inputs) = 16, EXACT_TILE
+    configuration: tuned.Configuration = {}
+    if here:
+        width = blocks.shape[2] * BLOCK
+        hidden, intermediate = (width, OUTPUTS) if gated else (OUTPUTS, width)
+        configuration = tuned.config("experts", tuned.experts_key(E, top_k, hidden, intermediate, P // top_k)) or {}
+    BLOCK_M, BLOCK_O = configuration.get("BLOCK_M", BLOCK_M), configuration.get("BLOCK_O", BLOCK_O)
     # A warp per 16 outputs: with more, several would unpack the same weights.
     num_warps = max(1, BLOCK_O // 16)
-    programs = min(most_tiles(P, E, BLOCK_M) * triton.cdiv(OUTPUTS, BLOCK_O), 8 // num_warps * gpu.multiprocessors)
+    room = configuration.get("programs", 8 // num_warps) * gpu.multiprocessors
+    programs = min(most_tiles(P, E, BLOCK_M) * triton.cdiv(OUTPUTS, BLOCK_O), room)
     arguments = {
         "x": x, "order": order_P, "offsets": offsets,
         "words": blocks.view(torch.int32), "scales": scales, "bias": bias, "out": out,

@@ -86,6 +86,11 @@ def is_available() -> bool:
     return kernels() is not None
 
 
+def is_loaded() -> bool:
+    """Whether this process has loaded compiled kernels. Compiles nothing."""
+    return bool(_loaded)
+
+
 def supports_bfloat16(x: Tensor, *others: Any) -> Literal[True] | str:
     """Return True, or the reason why a kernel that takes bf16 on a CPU cannot take `x`, the first input of its op."""
     if x.device.type == "cpu" and x.dtype != torch.bfloat16:

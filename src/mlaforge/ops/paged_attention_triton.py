@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlaforge.ops import tuned
 from mlaforge.ops.attention_program_triton import (
     columns,
     distances,
@@ -43,7 +44,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import KIB, GpuProperties, gpu_properties
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats.int8 import Int8
-from mlaforge.ops.work_list import MOST_PIECES, work_list
+from mlaforge.ops.work_list import MOST_PIECES, UNIT, work_list
 
 # Sequences per step of the search for a tile's sequence. Passed to launches, because compiled kernels read no globals.
 SEARCHED = 256
@@ -256,23 +257,35 @@ def make_launch(
 
     `gpu` is the GPU to compile for, if not the tensors' device.
     """
-    gpu = gpu or gpu_properties(q_NHD.device)
+    here, gpu = gpu is None, gpu or gpu_properties(q_NHD.device)
     (N, H, D), (_, G, V) = q_NHD.shape, v_LGV.shape
     group, S = H // G, len(view.seq_lens_S)
     v_in_k = is_prefix(v_LGV, k_LGD)
     (D0, D1, D2), (V0, V1) = cut(D, V, v_in_k)
     sizes = tile_sizes(view.max_query * group, D0 + D1 + D2, V0 + V1, v_in_k, q_NHD.element_size(), gpu)
     assert sizes, "supports() was not asked"
+    step_rows = view.step_rows(view.max_query)
+    span = view.max_seq_len if view.window is None else min(view.max_seq_len, view.window + step_rows)
+    configuration: tuned.Configuration = {}
+    if here:
+        # Another GPU's launches are not this machine's to tune.
+        format = "int8" if scales_LX is not None else str(k_LGD.dtype).removeprefix("torch.")
+        key = tuned.attention_key(
+            "mla" if v_in_k else "gqa", D, V, H, G, format, view.max_query, S, span, view.block_size == 1
+        )
+        configuration = tuned.config("attention", key) or {}
     BLOCK_M, BLOCK_N, num_warps, num_stages = sizes
-
+    BLOCK_N = configuration.get("BLOCK_N", BLOCK_N)
+    num_warps, num_stages = configuration.get("num_warps", num_warps), configuration.get("num_stages", num_stages)
     tiles = triton.cdiv(view.max_query * group, BLOCK_M)
-    room = gpu.multiprocessors * (2 if BLOCK_M < 64 else 1)
+    room = gpu.multiprocessors * configuration.get("waves", 2 if BLOCK_M < 64 else 1)
     listed = None
     # Windows make lengths alike.
     tree_Tn = view.tree_Tn
     if splits is None and view.max_query <= LISTED_QUERIES and view.window is None and tree_Tn is None:
         listed = work_list(view, max(1, room // (G * tiles)))
     if listed is not None:
+        assert UNIT % BLOCK_N == 0, BLOCK_N
         grid = (listed.entries, G, tiles)
         tiles, most, partials = view.max_query, MOST_SPLITS, (listed.entries, view.max_query, H)
     else:
@@ -280,8 +293,6 @@ def make_launch(
         rectangular = S * tiles <= 2 * (N * group // BLOCK_M + S)
         grid_x = S * tiles if rectangular else N * group // BLOCK_M + S
         if splits is None:
-            step_rows = view.step_rows(view.max_query)
-            span = view.max_seq_len if view.window is None else min(view.max_seq_len, view.window + step_rows)
             splits = choose_splits(grid_x * G, triton.cdiv(span, 2 * BLOCK_N), room)
         grid, tiles, most = (grid_x, G, splits), tiles if rectangular else 0, splits
         partials = (N, H, splits if splits > 1 else 0)

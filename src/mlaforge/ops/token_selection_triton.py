@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlaforge.ops import tuned
 from mlaforge.ops.attention_program_triton import as_numbers, slots_of
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties, gpu_properties
@@ -248,12 +249,20 @@ def stretch_of(S: int, length: int, gpu: GpuProperties) -> int:
     return enough[0] if enough else STRETCHES[-1]
 
 
+def candidates() -> list[tuned.Configuration]:
+    """Return configurations to measure instead of `stretch_of`'s."""
+    return [{"stretch": stretch} for stretch in STRETCHES]
+
+
 def launches(
     keys: Tensor, queries_S2HI: Tensor, scales_SH: Tensor, view: CacheView, gpu: GpuProperties | None = None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return the grid of both kernels, and their common arguments by name."""
     S, _, H, I = queries_S2HI.shape  # noqa: E741
     stretch = stretch_of(S, view.max_seq_len, gpu or gpu_properties(keys.device))
+    if gpu is None:
+        configuration = tuned.config("selection", tuned.selection_key(H, I, S, view.max_seq_len)) or {}
+        stretch = configuration.get("stretch", stretch)
     sizes = {
         "HEADS": H, "WIDTH": I, "BLOCK_SIZE": view.block_size, "BLOCK_H": max(16, triton.next_power_of_2(H)),
         "BLOCK_I": max(16, triton.next_power_of_2(I)), "BLOCK_N": BLOCK_N, "STRETCH": stretch,

@@ -14,6 +14,8 @@ from typing import Any
 from mlaforge.rendering.page import NOT_FINITE, at, model_name, number
 
 KINDS = ("scenario", "kernels", "conversion", "gates")
+# Kinds that the report does not show: shapes for `tune`, and sweeps.
+OTHERS = ("gemm_shapes", "kernels-sweep")
 SCHEMA = 1
 ENGINE = "mlaforge"
 # Folder name of a run: its time.
@@ -43,6 +45,8 @@ def read_results(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[st
             body = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: NOT_FINITE)
         except (OSError, ValueError):
             body = None
+        if at(body, "kind") in OTHERS:
+            continue
         if at(body, "kind") not in KINDS or at(body, "schema") != SCHEMA:
             unreadable.append(name)
             continue

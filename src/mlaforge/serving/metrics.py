@@ -27,6 +27,9 @@ COUNTERS = {
     "mlaforge_requests_finished": ("finished_requests", "requests that the engine finished"),
     "mlaforge_requests_non_finite": ("non_finite_requests", "requests that ended on logits with NaN or infinity"),
     "mlaforge_requests_aborted": ("aborted_requests", "aborted requests"),
+    "mlaforge_tuned_kernel_hits": ("tuned_hits", "kernel calls with an entry in the tuned table"),
+    "mlaforge_tuned_kernel_defaults": ("tuned_defaults", "kernel calls of operations that no table was tuned for"),
+    "mlaforge_tuned_kernel_misses": ("tuned_misses", "kernel calls of a shape that the tuned table lacks"),
 }
 # Name -> (field of SpeculationStats, description); only with speculative decoding.
 SPECULATION = {
@@ -80,6 +83,8 @@ class _Gauges:
             yield positions
         for name, (field, description) in GAUGES.items():
             yield GaugeMetricFamily(name, description, getattr(stats, field))
+        if (ratio := stats.tuned_ratio) is not None:
+            yield GaugeMetricFamily("mlaforge_tuned_kernel_ratio", "share of kernel calls with a tuned entry", ratio)
         usage = stats.cache_blocks_used / stats.cache_blocks if stats.cache_blocks else 0.0
         yield GaugeMetricFamily("mlaforge_cache_usage_ratio", "share of the blocks in use by requests", usage)
         queued = self._admission.admitted - self._admission.running

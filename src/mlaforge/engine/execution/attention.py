@@ -90,7 +90,10 @@ def interleaved(head_dim: int) -> Tensor:
 class PagedGroupedQueryAttention:
     """Grouped-query attention with q, k and v as one projection; biases, norms, sinks and windows as in the source."""
 
-    def __init__(self, attention: Any, group: int, rows: PagedRows, sinks: bool, format: str):
+    def __init__(
+        self, attention: Any, group: int, rows: PagedRows, sinks: bool, format: str,
+        tags: tuple[str, str] = ("qkv", "o"),
+    ):  # fmt: skip
         self.group = group
         self.head_dim: int = attention.head_dim
         self.num_kv_heads = rows.format.width // (2 * self.head_dim)
@@ -106,8 +109,10 @@ class PagedGroupedQueryAttention:
         if hasattr(attention, "q_norm"):
             weights = (_reordered(norm.weight, order).detach() for norm in (attention.q_norm, attention.k_norm))
             self.norms = (*weights, attention.q_norm.variance_epsilon)
-        self.qkv = self.input_projection = fused([attention.q_proj, attention.k_proj, attention.v_proj], format)
-        self.o_proj = fused([attention.o_proj], format)
+        self.qkv = self.input_projection = fused(
+            [attention.q_proj, attention.k_proj, attention.v_proj], format, tags[0]
+        )
+        self.o_proj = fused([attention.o_proj], format, tags[1])
         self.sinks = attention.sinks if sinks else None
         self.sparse = make_indexer(attention, self.num_heads, rows, self.sinks, order=order)
         example = torch.empty(
@@ -172,9 +177,9 @@ class PagedLatentAttention:
         self.factored = attention.config.q_lora_rank is not None
         self.widths = [attention.num_heads * (attention.nope_dim + attention.rope_dim), rows.format.width]
         first = attention.q_a_proj if self.factored else attention.q_proj
-        self.q_kv_a = self.input_projection = fused([first, attention.kv_a_proj_with_mqa], format)
-        self.q_b_proj = fused([attention.q_b_proj], format) if self.factored else None
-        self.o_proj = fused([attention.o_proj], format)
+        self.q_kv_a = self.input_projection = fused([first, attention.kv_a_proj_with_mqa], format, "qkv")
+        self.q_b_proj = fused([attention.q_b_proj], format, "q_b") if self.factored else None
+        self.o_proj = fused([attention.o_proj], format, "o")
         # The projections that are fused above; the others stay, in fp32 on a CPU.
         for name in ("o_proj", "kv_a_proj_with_mqa", *(("q_a_proj", "q_b_proj") if self.factored else ("q_proj",))):
             delattr(attention, name)

@@ -61,11 +61,16 @@ class PagedDraftHead:
         self.embedding = head.embed_tokens.weight if config.has_embed_tokens else model.embedding
         self.state_norms = [norm(weight) for weight in head.fc_norm] if config.fc_norm else None
         self.states_norm = norm(head.input_norm) if config.norm_before_fc else None
-        self.fc = fused([head.fc], self.format)
+        self.fc = fused([head.fc], self.format, "draft_fc")
         self.hidden_norm, self.input_norm = norm(layer.hidden_norm), norm(layer.input_layernorm)
-        self.attention = PagedGroupedQueryAttention(layer.self_attn, 0, rows, False, self.format)
-        self.post_attention_norm, self.mlp = norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, self.format)
-        self.norm, self.lm_head = norm(head.norm), vocabulary_head(head.lm_head.weight, self.format)
+        self.attention = PagedGroupedQueryAttention(
+            layer.self_attn, 0, rows, False, self.format, ("draft_qkv", "draft_o")
+        )
+        self.post_attention_norm = norm(layer.post_attention_layernorm)
+        self.mlp = GatedMlp(layer.mlp, self.format, ("draft_ffn", "draft_ffn"))
+        smaller = config.draft_vocab_size < model.spec.vocab_size
+        tag = "draft_lm_head_smallvoc" if smaller else "draft_lm_head"
+        self.norm, self.lm_head = norm(head.norm), vocabulary_head(head.lm_head.weight, self.format, tag)
         self.angles = RotaryEmbedding(head.rotary(), self.attention.head_dim, model.dtype)
 
     def fused(self, states_NS: Tensor) -> Tensor:

@@ -41,13 +41,15 @@ class PackedLinear:
     int8 is symmetric with one scale per output row; int4 is asymmetric with a step and a zero per 32 inputs
     (ops/rounded_weights.py). Both round to nearest and exist on the CPU only. Their activations are bf16, which our
     kernels multiply as 16-bit integers. `out_fp32`: y is fp32 on a GPU and from our kernels; torch has no such product
-    on a CPU, where y has the dtype of x. Not an nn.Module: for one row the call of a module costs a tenth of the
-    product.
+    on a CPU, where y has the dtype of x. `tag`: its place in a layer, for records of shapes (bench/gemm_shapes.py). Not
+    an nn.Module: for one row the call of a module costs a tenth of the product.
     """
 
-    def __init__(self, weight_MK: Tensor, bias_M: Tensor | None, format: str, out_fp32: bool = False):
+    def __init__(
+        self, weight_MK: Tensor, bias_M: Tensor | None, format: str, out_fp32: bool = False, tag: str = "other"
+    ):
         self.out_features, self.in_features = weight_MK.shape
-        self.format = format
+        self.format, self.tag = format, tag
         self.bias = None if bias_M is None else bias_M.clone()
         on_cpu = weight_MK.device.type == "cpu"
         # Weights of our own kernel for bf16; None for other products.
@@ -169,20 +171,20 @@ def _torch_int4(weight_MK: Tensor) -> Product:
     return product
 
 
-def vocabulary_head(weight_VK: Tensor, format: str) -> PackedLinear:
+def vocabulary_head(weight_VK: Tensor, format: str, tag: str = "lm_head") -> PackedLinear:
     """Return the vocabulary head. In int4 it keeps 8 bits: 4 bits cost more there than in all other layers together
     (docs/notes/cpu-kernels.md). Logits are fp32 sums on a GPU and where a kernel is compiled: rounded to bf16, many of
     the likeliest would be equal."""
-    return PackedLinear(weight_VK, None, "int8" if format == "int4" else format, out_fp32=True)
+    return PackedLinear(weight_VK, None, "int8" if format == "int4" else format, out_fp32=True, tag=tag)
 
 
-def fused(linears: Sequence[nn.Linear], format: str) -> PackedLinear:
+def fused(linears: Sequence[nn.Linear], format: str, tag: str = "other") -> PackedLinear:
     """Return one linear layer that computes all of `linears`, which read the same input, their outputs concatenated."""
     weight = torch.cat([linear.weight for linear in linears])
     bias = None
     if any(linear.bias is not None for linear in linears):
         bias = torch.cat([_bias(linear) for linear in linears])
-    return PackedLinear(weight, bias, format)
+    return PackedLinear(weight, bias, format, tag=tag)
 
 
 def _bias(linear: nn.Linear) -> Tensor:

@@ -22,9 +22,9 @@ from mlaforge.ops.mxfp4_experts import MIXTURE, Mxfp4Experts
 class GatedMlp:
     """down(act(gate(x)) * up(x)) with gate and up as one product."""
 
-    def __init__(self, mlp: Any, format: str):
-        self.gate_up = fused([mlp.gate_proj, mlp.up_proj], format)
-        self.down = fused([mlp.down_proj], format)
+    def __init__(self, mlp: Any, format: str, tags: tuple[str, str] = ("gate_up", "down")):
+        self.gate_up = fused([mlp.gate_proj, mlp.up_proj], format, tags[0])
+        self.down = fused([mlp.down_proj], format, tags[1])
         self.act = mlp.act_fn
         weight = mlp.gate_proj.weight
         # transformers has its own class besides torch's.
@@ -61,7 +61,7 @@ class CpuExperts:
 
     def __init__(self, mlp: Any, format: str):
         router, experts = mlp.router, mlp.experts
-        self.router = PackedLinear(router.weight, router.bias, str(router.weight.dtype).removeprefix("torch."))
+        self.router = _router(router)
         self.top_k = router.top_k
         self.gate = experts._apply_gate
         self.gate_up = _packed(experts.gate_up_proj, experts.gate_up_proj_bias, format)
@@ -85,8 +85,14 @@ class CpuExperts:
         return out_NC
 
 
+def _router(router: Any) -> PackedLinear:
+    return PackedLinear(router.weight, router.bias, str(router.weight.dtype).removeprefix("torch."), tag="router")
+
+
 def _packed(weight_EKM: Tensor, bias_EM: Tensor, format: str) -> list[PackedLinear]:
-    return [PackedLinear(weight.T, bias, format) for weight, bias in zip(weight_EKM, bias_EM, strict=True)]
+    return [
+        PackedLinear(weight.T, bias, format, tag="experts") for weight, bias in zip(weight_EKM, bias_EM, strict=True)
+    ]
 
 
 class Mxfp4Mixture:
@@ -94,7 +100,7 @@ class Mxfp4Mixture:
 
     def __init__(self, mlp: Any):
         router = mlp.router
-        self.router = PackedLinear(router.weight, router.bias, str(router.weight.dtype).removeprefix("torch."))
+        self.router = _router(router)
         self.top_k, self.packed = router.top_k, mlp.experts.packed
 
     def __call__(self, normed_NC: Tensor, residual_NC: Tensor | None) -> Tensor:

@@ -26,6 +26,8 @@ LIBRARY(FORM, m) {
         "-> Tensor");
   m.def("mixture_mxfp4(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor up_blocks, Tensor up_scales, Tensor up_bias, "
         "Tensor down_blocks, Tensor down_scales, Tensor down_bias, float alpha, float limit) -> Tensor");
+  m.def("configure(int[] numbers) -> ()", Configurations::set);
+  m.def("configured() -> int[]", Configurations::counts);
   m.def("install_sigbus_handler(str message) -> ()", install_sigbus_handler);
   m.def("row_formats() -> int[]", RowFormats::ids);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");

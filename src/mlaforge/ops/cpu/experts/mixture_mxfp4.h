@@ -10,6 +10,7 @@
 #include "linear/elementwise.h"
 #include "experts/mxfp4.h"
 #include "linear/product.h"
+#include "simd/configuration.h"
 
 constexpr int MX_ROWS = 4, MX_OUTPUTS = 4;  // register block: as many accumulators as there are registers
 constexpr int64_t MX_TASK = 256;  // outputs of an expert per task; a multiple of MX_OUTPUTS
@@ -32,18 +33,19 @@ struct Pairing {
   }
 };
 
+// `outputs` of an expert are a task.
 // Calls put(pair, expert, output, y) for the product of each active expert's weight [M, in] with the rows of its pairs,
 // row_of(pair). Experts have different numbers of tokens, so threads take tasks dynamically. Outputs of one register block
 // are far apart in a task: memory delivers half as much again to a few sequential streams as to interleaved neighbours.
 template <typename RowOf, typename Put>
 void mixture_product(const uint8_t* codes, const uint8_t* exponents, int64_t M, int64_t in, const Pairing& pairing,
-                     const Int16Rows& rows, RowOf&& row_of, Put&& put) {
-  const int64_t tasks_per_expert = (M + MX_TASK - 1) / MX_TASK, tasks = tasks_per_expert * int64_t(pairing.active.size());
+                     const Int16Rows& rows, int64_t outputs, RowOf&& row_of, Put&& put) {
+  const int64_t tasks_per_expert = (M + outputs - 1) / outputs, tasks = tasks_per_expert * int64_t(pairing.active.size());
   std::atomic<int64_t> next{0};
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
     for (int64_t task = next++; task < tasks; task = next++) {
-      const int64_t e = pairing.active[task / tasks_per_expert], begin = task % tasks_per_expert * MX_TASK;
-      const int64_t output_stride = (std::min(M, begin + MX_TASK) - begin) / MX_OUTPUTS;
+      const int64_t e = pairing.active[task / tasks_per_expert], begin = task % tasks_per_expert * outputs;
+      const int64_t output_stride = (std::min(M, begin + outputs) - begin) / MX_OUTPUTS;
       const int64_t* pairs = pairing.order.data() + pairing.starts[e];
       const int64_t count = pairing.starts[e + 1] - pairing.starts[e];
       for (int64_t m = begin; m < begin + output_stride; ++m) {
@@ -86,6 +88,8 @@ at::Tensor mixture_typed(const at::Tensor& x_NC, const at::Tensor& topk_ids_NK, 
                       float alpha, float limit) {
   const int64_t N = x_NC.size(0), C = x_NC.size(1), K = topk_ids_NK.size(1), P = N * K;
   const int64_t E = up_blocks.size(0), I = up_blocks.size(1) / 2;
+  const Configuration tuned = Configurations::find(Kernel::EXPERTS, I, C, N, E, K);
+  const int64_t task = tuned.task ? (tuned.task + MX_OUTPUTS - 1) / MX_OUTPUTS * MX_OUTPUTS : MX_TASK;
   const T* xs = x_NC.const_data_ptr<T>();
   auto load16 = [](const T* from) {
     if constexpr (std::is_same_v<T, bf16>) return widen(from, 16);
@@ -102,7 +106,7 @@ at::Tensor mixture_typed(const at::Tensor& x_NC, const at::Tensor& topk_ids_NK, 
   float *hidden = scratch.get<float>(P * 2 * I), *outs = scratch.get<float>(P * C);
   // Gate and up outputs alternate in the weight; they are separated here.
   mixture_product(
-      up_blocks.const_data_ptr<uint8_t>(), up_scales.const_data_ptr<uint8_t>(), 2 * I, C, pairing, rows,
+      up_blocks.const_data_ptr<uint8_t>(), up_scales.const_data_ptr<uint8_t>(), 2 * I, C, pairing, rows, task,
       [&](int64_t p) { return p / K; },
       [&](int64_t p, int64_t e, int64_t m, float y) { hidden[(2 * p + m % 2) * I + m / 2] = y + b_up[e * 2 * I + m]; });
   const Floats upper = splat(limit), lower = splat(-limit), one = splat(1.0f), slope = splat(alpha);
@@ -119,7 +123,7 @@ at::Tensor mixture_typed(const at::Tensor& x_NC, const at::Tensor& topk_ids_NK, 
     }
   });
   mixture_product(
-      down_blocks.const_data_ptr<uint8_t>(), down_scales.const_data_ptr<uint8_t>(), C, I, pairing, gated,
+      down_blocks.const_data_ptr<uint8_t>(), down_scales.const_data_ptr<uint8_t>(), C, I, pairing, gated, task,
       [](int64_t p) { return p; },
       [&](int64_t p, int64_t e, int64_t m, float y) { outs[p * C + m] = (y + b_down[e * C + m]) * weights[p]; });
   at::Tensor out = at::empty({N, C}, x_NC.options());

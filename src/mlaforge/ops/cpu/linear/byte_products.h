@@ -6,6 +6,7 @@
 #pragma once
 #include "linear/byte_weights.h"
 #include "linear/sink.h"
+#include "simd/configuration.h"
 #ifdef __AMX_INT8__
 #include "simd/tiles.h"
 #endif
@@ -108,9 +109,9 @@ void byte_tiles(const Weights& w0, const Weights& w1, const int8_t* x, int64_t s
 
 template <class Weights>
 void integer_product_blocks(const Weights& weights, const int8_t* x, int64_t N, int64_t steps, int64_t blocks,
-                    const ByteSink& sink) {
-  const int64_t panel = std::max<int64_t>(1, BYTE_PANEL / (2 * steps * TILE_BYTES)) * 16;
-  at::parallel_for(0, (blocks + 1) / 2, 1, [&](int64_t begin, int64_t end) {
+                    const ByteSink& sink, const Configuration& tuned) {
+  const int64_t panel = std::max<int64_t>(1, (tuned.panel ? tuned.panel : BYTE_PANEL) / (2 * steps * TILE_BYTES)) * 16;
+  at::parallel_for(0, (blocks + 1) / 2, (blocks_per_thread(tuned) + 1) / 2, [&](int64_t begin, int64_t end) {
     alignas(64) int32_t y[32 * 32];
     Scratch scratch;
     auto* buffer = scratch.get<uint8_t>(2 * steps * TILE_BYTES);
@@ -177,8 +178,8 @@ constexpr ByteBlock<Weights> BYTE_BLOCKS[MAX_ROWS] = {
 
 template <class Weights>
 void integer_product_blocks(const Weights& weights, const int8_t* x, int64_t N, int64_t steps, int64_t blocks,
-                      const ByteSink& sink) {
-  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+                      const ByteSink& sink, const Configuration& tuned) {
+  at::parallel_for(0, blocks, blocks_per_thread(tuned), [&](int64_t begin, int64_t end) {
     __m512i y[2 * MAX_ROWS];
     Scratch scratch;
     auto* buffer = scratch.get<uint8_t>(steps * TILE_BYTES);
@@ -201,7 +202,7 @@ void integer_product_blocks(const Weights& weights, const int8_t* x, int64_t N, 
 
 template <class Weights>
 at::Tensor integer_product(const Weights& weights, int64_t steps, int64_t blocks, const at::Tensor& x_NK,
-                         const at::Tensor& scales, const Sink& sink) {
+                         const at::Tensor& scales, const Sink& sink, const Configuration& tuned) {
   const int64_t N = x_NK.size(0), K = x_NK.size(1);
   const at::Tensor x = x_NK.contiguous();
   Scratch scratch;
@@ -211,6 +212,6 @@ at::Tensor integer_product(const Weights& weights, int64_t steps, int64_t blocks
   at::parallel_for(0, N, 16, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) rows[n] = to_bytes(from + n * K, K, steps, n, to);
   });
-  integer_product_blocks(weights, to, N, steps, blocks, ByteSink{rows, scales.const_data_ptr<float>(), sink});
+  integer_product_blocks(weights, to, N, steps, blocks, ByteSink{rows, scales.const_data_ptr<float>(), sink}, tuned);
   return sink.out();
 }

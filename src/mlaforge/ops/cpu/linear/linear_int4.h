@@ -40,15 +40,16 @@ inline void unpack_step(const uint8_t* from, uint8_t* to) {
 
 struct Int4Weights {
   const uint8_t* packed;
+  int64_t ahead = BYTES_AHEAD;
 
-  Int4Weights from(int64_t step) const { return {packed + step * STEP_BYTES}; }
+  Int4Weights from(int64_t step) const { return {packed + step * STEP_BYTES, ahead}; }
   const uint8_t* step(int64_t s, uint8_t* scratch) const {
     unpack_step(packed + s * STEP_BYTES, scratch);
     return scratch;
   }
   void prefetch(int64_t s) const {
     for (int64_t line = 0; line < STEP_BYTES; line += 64)
-      _mm_prefetch((const char*)packed + s * STEP_BYTES + 2048 + line, _MM_HINT_T0);
+      _mm_prefetch((const char*)packed + s * STEP_BYTES + ahead + line, _MM_HINT_T0);
   }
   Int8Weights unpacked(int64_t steps, uint8_t* to) const {
     for (int64_t s = 0; s < steps; ++s) prefetch(s), step(s, to + s * TILE_BYTES);
@@ -60,6 +61,8 @@ struct Int4Weights {
 at::Tensor linear_int4(const at::Tensor& x_NK, const at::Tensor& packed, const at::Tensor& scales, int64_t M,
                        const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& residual_NM, bool fp32_out) {
   const int64_t blocks = packed.size(0), steps = packed.size(1);
-  const Int4Weights weights{packed.const_data_ptr<uint8_t>()};
-  return integer_product(weights, steps, blocks, x_NK, scales, Sink(x_NK, M, bias_M, residual_NM, fp32_out));
+  const Configuration tuned = Configurations::find(Kernel::LINEAR_INT4, M, x_NK.size(1), x_NK.size(0));
+  Int4Weights weights{packed.const_data_ptr<uint8_t>()};
+  if (tuned.ahead) weights.ahead = tuned.ahead;
+  return integer_product(weights, steps, blocks, x_NK, scales, Sink(x_NK, M, bias_M, residual_NM, fp32_out), tuned);
 }

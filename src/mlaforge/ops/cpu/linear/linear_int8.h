@@ -22,6 +22,8 @@
 at::Tensor linear_int8(const at::Tensor& x_NK, const at::Tensor& packed, const at::Tensor& scales, int64_t M,
                        const std::optional<at::Tensor>& bias_M, const std::optional<at::Tensor>& residual_NM, bool fp32_out) {
   const int64_t blocks = packed.size(0), steps = packed.size(1) / 16;
-  const Int8Weights weights{packed.const_data_ptr<uint8_t>()};
-  return integer_product(weights, steps, blocks, x_NK, scales, Sink(x_NK, M, bias_M, residual_NM, fp32_out));
+  const Configuration tuned = Configurations::find(Kernel::LINEAR_INT8, M, x_NK.size(1), x_NK.size(0));
+  Int8Weights weights{packed.const_data_ptr<uint8_t>()};
+  if (tuned.ahead) weights.ahead = tuned.ahead;
+  return integer_product(weights, steps, blocks, x_NK, scales, Sink(x_NK, M, bias_M, residual_NM, fp32_out), tuned);
 }

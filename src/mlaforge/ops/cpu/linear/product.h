@@ -27,11 +27,11 @@ constexpr int MAX_BLOCKS = blocks_per_pass(1);
 
 // Weights are packed [M / 16, K / 2, 16, 2]: 16 pairs are two inputs of 16 outputs, so a block is read sequentially, and no
 // sum crosses lanes. They are widened here, because processors multiply pairs of bf16 at half the rate of fp32. FAR: weights
-// come from memory and are prefetched, because the hardware prefetcher stops at page boundaries; into L2, because eight
-// streams at page-sized distances would evict each other from an 8-way L1.
+// come from memory and are prefetched, `ahead` elements before they are read, because the hardware prefetcher stops at page
+// boundaries; into L2, because eight streams at page-sized distances would evict each other from an 8-way L1.
 template <int N, int B, bool FAR>
 __attribute__((noinline)) void multiply(const bf16* w, const float* x, int64_t stride, int64_t K, float* out,
-                                        int64_t out_stride) {
+                                        int64_t out_stride, int64_t ahead) {
   Floats sums[B][N];
 #pragma GCC unroll 8
   for (int b = 0; b < B; ++b)
@@ -43,7 +43,7 @@ __attribute__((noinline)) void multiply(const bf16* w, const float* x, int64_t s
 #pragma GCC unroll 8
     for (int b = 0; b < B; ++b) {
       pair[b] = pairs(w + b * step);
-      if constexpr (FAR) _mm_prefetch((const char*)(w + b * step + 32 * LANES), _MM_HINT_T1);
+      if constexpr (FAR) _mm_prefetch((const char*)(w + b * step + ahead), _MM_HINT_T1);
     }
     auto add = [&](auto half, int64_t offset) {
       Floats weight[B];
@@ -65,26 +65,25 @@ __attribute__((noinline)) void multiply(const bf16* w, const float* x, int64_t s
     for (int b = 0; b < B; ++b) store(out + n * out_stride + b * 16, sums[b][n]);
 }
 
-constexpr int64_t AHEAD = 64;  // registers of a block to prefetch ahead
-
 // As above, on pairs: 16-bit integers, whose sums are exact within 32 bits, or bf16.
 template <int N, int B, bool FAR, typename T>
-__attribute__((noinline)) void multiply(const T* w, const T* x, int64_t stride, int64_t K, float* out, int64_t out_stride) {
+__attribute__((noinline)) void multiply(const T* w, const T* x, int64_t stride, int64_t K, float* out, int64_t out_stride,
+                                        int64_t ahead) {
   using Sum = std::conditional_t<std::is_same_v<T, bf16>, Floats, Ints>;
   Sum sums[B][N];
 #pragma GCC unroll 8
   for (int b = 0; b < B; ++b)
 #pragma GCC unroll 12
     for (int n = 0; n < N; ++n) sums[b][n] = Sum{};
-  const int64_t step = K * 16, last = K - 2 * AHEAD;
+  const int64_t step = K * 16, last = K - ahead / 16;
   for (int64_t k = 0; k < K; k += 2, w += LANES, x += 2) {
     Pairs pair[B];
     // After a block's end follow the blocks of the same pass, then those of the next pass.
-    const T* ahead = w + AHEAD * LANES + (k < last ? 0 : (B - 1) * step);
+    const T* next = w + ahead + (k < last ? 0 : (B - 1) * step);
 #pragma GCC unroll 8
     for (int b = 0; b < B; ++b) {
       pair[b] = pairs((const bf16*)w + b * step);
-      if constexpr (FAR) _mm_prefetch((const char*)(ahead + b * step), _MM_HINT_T1);
+      if constexpr (FAR) _mm_prefetch((const char*)(next + b * step), _MM_HINT_T1);
     }
 #pragma GCC unroll 12
     for (int n = 0; n < N; ++n) {
@@ -114,7 +113,8 @@ void run_in_batches(int64_t count, F&& f) {
 
 // x [N, K], rows `stride` apart, times `blocks` blocks of weights: out [N, 16 blocks], rows `out_stride` apart. K is even.
 template <bool FAR, typename W, typename X>
-void product(const W* w, int64_t blocks, const X* x, int64_t N, int64_t stride, int64_t K, float* out, int64_t out_stride) {
+void product(const W* w, int64_t blocks, const X* x, int64_t N, int64_t stride, int64_t K, float* out, int64_t out_stride,
+             int64_t ahead = 0) {
   run_in_batches<ROWS>(N, [&](int64_t n, auto count) {
     constexpr int R = count, B = blocks_per_pass(R);
     const X* rows = x + n * stride;
@@ -122,7 +122,7 @@ void product(const W* w, int64_t blocks, const X* x, int64_t N, int64_t stride, 
     int64_t b = 0;
     auto run_blocks = [&](auto width) {
       for (; b + width <= blocks; b += width)
-        multiply<R, width, FAR>(w + b * 16 * K, rows, stride, K, out_rows + b * 16, out_stride);
+        multiply<R, width, FAR>(w + b * 16 * K, rows, stride, K, out_rows + b * 16, out_stride, ahead);
     };
     run_blocks(std::integral_constant<int, B>());
     if constexpr (B > 4) run_blocks(std::integral_constant<int, 4>());

@@ -4,6 +4,7 @@
 #include "linear/byte_weights.h"
 #include "linear/product.h"
 #include "linear/sink.h"
+#include "simd/configuration.h"
 
 // Steps of weights whose sums fit 32 bits: 512 inputs * 128 * 32639. Intermediate sums may wrap around.
 constexpr int64_t SPAN = 8;
@@ -102,11 +103,12 @@ __attribute__((noinline)) void short_block(const Weights& weights, const ShortRo
 
 template <class Weights>
 at::Tensor integer_product(const Weights& weights, int64_t steps, int64_t blocks, const at::Tensor& x_NK,
-                         const at::Tensor& scales, const Sink& sink) {
-  const int64_t N = x_NK.size(0), panel = std::max<int64_t>(1, SHORT_PANEL / (2 * SHORT_ROWS * steps * STEP)) * SHORT_ROWS;
+                         const at::Tensor& scales, const Sink& sink, const Configuration& tuned) {
+  const int64_t N = x_NK.size(0), bytes = tuned.panel ? tuned.panel : SHORT_PANEL;
+  const int64_t panel = std::max<int64_t>(1, bytes / (2 * SHORT_ROWS * steps * STEP)) * SHORT_ROWS;
   const float* scale = scales.const_data_ptr<float>();
   const ShortRows x(x_NK, steps);
-  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, blocks, blocks_per_thread(tuned), [&](int64_t begin, int64_t end) {
     Scratch scratch;
     auto* buffer = scratch.get<uint8_t>(steps * TILE_BYTES);
     for (int64_t panel_begin = 0; panel_begin < N; panel_begin += panel)

@@ -52,9 +52,10 @@ void tile_product(const bf16* w0, const bf16* w1, const bf16* x, int64_t stride,
 }
 
 // 512 products per cycle and core: only many rows are limited by arithmetic.
-inline void linear_by_tiles(const bf16* x, const bf16* w, int64_t N, int64_t K, int64_t blocks, const Sink& sink) {
+inline void linear_by_tiles(const bf16* x, const bf16* w, int64_t N, int64_t K, int64_t blocks, const Sink& sink,
+                            int64_t least_blocks) {
   const int64_t rest = K % 32;
-  at::parallel_for(0, (blocks + 1) / 2, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, (blocks + 1) / 2, (least_blocks + 1) / 2, [&](int64_t begin, int64_t end) {
     alignas(64) float y[32 * 32];
     alignas(64) bf16 x_end[32 * 32], w_end[2 * 16 * 32];
     std::fill_n(x_end, 32 * 32, bf16(0.0f));
