@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
 from urllib.error import URLError
@@ -60,8 +61,10 @@ PACKED = "gpt_oss_packed latent_rope"
 # What is served, with which options beside the driver's; `{head}` is a draft head's folder.
 PLAIN = ("llama latent", "llama latent_rope", "qwen2 latent", "qwen2 latent_rope", "qwen3 latent", "mistral latent",
          "mistral latent_rope", "gpt_oss latent", "gpt_oss latent_rope", "llama gqa sparse", "llama latent sparse",
-         "qwen2 latent_rope sparse", "gpt_oss latent sparse", PACKED)  # fmt: skip
-DRAFTED = ("llama latent_rope", "gpt_oss latent")
+         "qwen2 latent_rope sparse", "gpt_oss latent sparse", PACKED, "llama latent coded", "llama latent_rope coded",
+         "qwen3 latent coded", "gpt_oss latent coded", "llama latent coded sparse",
+         "gpt_oss latent coded sparse")  # fmt: skip
+DRAFTED = ("llama latent_rope", "gpt_oss latent", "llama latent coded", "gpt_oss latent coded sparse")
 # Prompts of several chunks and of several blocks, and one that repeats itself.
 PROMPTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (7, 40, 100, 150)]
 PROMPTS[1] = PROMPTS[1][:5] * 8
@@ -93,11 +96,49 @@ def forced(model, text, length):
     return torch.cat((first.logits[0, -1:], rest[0, :-1]))
 
 
+@contextmanager
+def perturbed(model, seed):
+    """Every hidden state before a layer's projections changes as by fp32's rounding of a sum of as many products as it
+    has elements."""
+    generator, size = torch.Generator().manual_seed(seed), 2**-24 * model.config.hidden_size**0.5
+
+    def change(module, args, kwargs):
+        hidden = kwargs["hidden_states"]
+        return args, {**kwargs, "hidden_states": hidden * (1 + size * torch.randn(hidden.shape, generator=generator))}
+
+    hooks = [layer.self_attn.register_forward_pre_hook(change, with_kwargs=True) for layer in model.model.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def coded_faults(model, answers):
+    """As `faults`, for coded rows: where rounding moves a number over the border of two codes, logits change by more
+    than rounding. Allowed is the largest change that such rounding, three times at random, makes after a prompt."""
+    found = []
+    for prompt, tokens in answers:
+        text, chosen = torch.tensor([prompt + tokens]), torch.tensor(tokens)
+        logits = forced(model, text, len(prompt))
+        gaps = logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]
+        if not gaps.any():
+            continue
+        changes = []
+        for seed in range(3):
+            with perturbed(model, seed):
+                changes.append(float((forced(model, text, len(prompt)) - logits).abs().max()))
+        found += gaps[gaps > max(changes)].tolist()
+    return found
+
+
 def faults(directory, prompts, *rounds):
     """Gaps in nats between transformers' best token and vLLM's, in fp64, of all that are no proven near ties. Rounds
     mostly made the same of a prompt, which is judged once."""
     model, exact, found = loading.load_model(directory, "float32"), None, []
     answers = {(tuple(p), tuple(m)) for made in rounds for p, m in zip(prompts, made, strict=True)}
+    if any(getattr(model.config, "mla_code_counts", None) or ()):
+        return coded_faults(model, sorted(answers))
     for prompt, tokens in sorted(answers):
         text, chosen = torch.tensor([prompt + tokens]), torch.tensor(tokens)
         with torch.no_grad():
@@ -124,9 +165,9 @@ def tiny(tmp_path_factory, calibration_file):
     root, made = tmp_path_factory.mktemp("tiny"), {}
 
     def get(name):
-        family, layout, *sparse = name.split()
-        if name not in made and sparse:
-            dense = get(f"{family} {layout}")
+        family, layout, *kinds = name.split()
+        if name not in made and "sparse" in kinds:
+            dense = get(name.removesuffix(" sparse"))
             made[name] = root / name.replace(" ", "-")
             settings = {"topk": 40, "width": 16, "sink": 2, "window": 12, "seqlen": 64, "nsamples": 6, "device": "cpu"}
             sparsify.run(str(dense), made[name], SparsifyConfig(text=str(calibration_file), **settings))
@@ -141,7 +182,8 @@ def tiny(tmp_path_factory, calibration_file):
             if layout == "gqa":
                 return source
             made[name] = root / name.replace(" ", "-")
-            settings = {"seqlen": 64, "nsamples": 6, "eval_windows": 0, "device": "cpu", "budget": 0.5}
+            settings = {"seqlen": 64, "nsamples": 6, "eval_windows": 0, "device": "cpu", "dense": True}
+            settings |= {"bits": 4.0} if "coded" in kinds else {"budget": 0.5}
             config = ConvertConfig(layout=layout, calibration=str(calibration_file), **settings)
             convert.run(str(source), made[name], config)
         return made[name]
@@ -224,10 +266,13 @@ def check_cache(told, directory):
     config = checkpoint_reader.read_config(directory)
     spec = source_model.read_spec(config)
     plan = plan_of(config, spec)
-    # Index keys are bytes, the others numbers of fp32.
-    cached = [n + layer.index // 4 for n, layer in zip(plan.cached, plan.layers, strict=True)]
+    plan = Plan(spec, plan.layers, "coded" if plan.stored == "coded" else "fp32", plain="fp32")
+    layers = [(chosen, layer) for chosen, layer in zip(plan.layers, spec.layers, strict=True)]
     for group in told["groups"]:
-        planned = 4 * sum(n for n, layer in zip(cached, spec.layers, strict=True) if layer.window == group["window"])
+        planned = sum(
+            chosen.cached_bytes(layer, 1, plan.stored_as(chosen))
+            for chosen, layer in layers if layer.window == group["window"]
+        )  # fmt: skip
         if group is told["groups"][0]:
             assert group["page"] == planned * group["block"]
         else:
@@ -237,7 +282,7 @@ def check_cache(told, directory):
     assert told["blocks"] == told["memory"] // page
     if len(told["groups"]) == 1 and spec.layers[0].window is None:
         # All of the memory, but for less than a block.
-        planned = Plan(spec, plan.layers, "fp32").cache_bytes(told["tokens"])
+        planned = plan.cache_bytes(told["tokens"])
         assert told["memory"] - page < planned <= told["memory"]
 
 

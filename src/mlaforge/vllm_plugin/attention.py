@@ -21,7 +21,7 @@ from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.vllm_plugin.heads import Heads
-from mlaforge.vllm_plugin.row_cache import Columns, RowCache
+from mlaforge.vllm_plugin.row_cache import CODED_ALIGNMENT, RowCache
 
 OP = "mlaforge_attention"
 
@@ -57,23 +57,20 @@ class Attentions:
         """Create the caches. `spec` and `config` have only the rank's heads."""
         layers, windows = layer_caches(spec, config, self.dtype)
         self.kinds = [layer.kind for layer in layers]
+        alignment = CODED_ALIGNMENT if any(layer.format.coded for layer in layers) else self.dtype.itemsize
         caches = []
         for group, window in enumerate(windows):
-            columns = {
-                index: Columns(layer.width, layer.index_bytes)
-                for index, layer in enumerate(layers)
-                if layer.group == group
-            }
+            members = {index: layer for index, layer in enumerate(layers) if layer.group == group}
             # vLLM orders caches by the only number in their name.
-            name = f"{prefix}.layers.{min(columns)}.rows"
-            caches.append(RowCache(name, window, columns, self.dtype, self))
+            name = f"{prefix}.layers.{min(members)}.rows"
+            caches.append(RowCache(name, window, members, self.dtype, alignment, self))
         for cache in caches:
             cache.siblings = caches
         return caches
 
     def layer(self, index: int) -> Attention:
         """Return the module that replaces a decoder layer's attention."""
-        name = next(cache.name for cache in self.caches if index in cache.columns)
+        name = next(cache.name for cache in self.caches if index in cache.layers)
         return Attention(index, name, self.heads.size)
 
     def take(self, name: str, tensor: Tensor) -> bool:
