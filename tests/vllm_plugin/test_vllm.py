@@ -407,7 +407,8 @@ def with_four_kv_heads(source, out):
     return out
 
 
-REAL = ("llama latent_rope", "llama latent", "gpt_oss latent_rope")
+REAL = ("llama latent_rope", "llama latent", "gpt_oss latent_rope", "llama latent coded", "llama latent coded sparse")
+REAL_DRAFTED = ("llama latent_rope", "gpt_oss latent_rope", "llama latent coded sparse")
 
 
 @pytest.fixture(scope="module")
@@ -420,11 +421,13 @@ def real(smollm2, tmp_path_factory):
     wider = with_four_kv_heads(smollm2, root / "wider")
     gpt_oss.run(stand_in, MakeGptOssConfig(from_=str(wider), **options))
     as_others_compute(stand_in)
-    short = {"nsamples": 4, "seqlen": 512, "eval_windows": 0, "device": "cpu", "budget": 0.5, "dense": True}
+    short = {"nsamples": 4, "seqlen": 512, "eval_windows": 0, "device": "cpu"}
     for name in REAL:
-        family, layout = name.split()
+        family, layout, *kinds = name.split()
         model = smollm2 if family == "llama" else stand_in
-        convert.run(str(model), root / name.replace(" ", "-"), ConvertConfig(layout=layout, **short))
+        kind = {"topk": 64, "sink": 4, "window": 16} if "sparse" in kinds else {"dense": True}
+        kind |= {"bits": 4.0} if "coded" in kinds else {"budget": 0.5}
+        convert.run(str(model), root / name.replace(" ", "-"), ConvertConfig(layout=layout, **short, **kind))
     return {name: root / name.replace(" ", "-") for name in REAL}
 
 
@@ -442,7 +445,7 @@ def served_real(real, prompts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served-real")
     shared = {"prompts": prompts, "tokens": 64}
     cases = [{"name": name, "model": str(real[name]), "rounds": 2, **shared, "options": ROOMY} for name in REAL]
-    for name in ("llama latent_rope", "gpt_oss latent_rope"):
+    for name in REAL_DRAFTED:
         for kind, told in (("ngram", NGRAM), ("eagle3", eagle(head_for(real[name], folder / f"head {name}")))):
             options = {**ROOMY, "speculative_config": told}
             cases.append({"name": f"{name} {kind}", "model": str(real[name]), **shared, "options": options})
@@ -459,13 +462,13 @@ def served_real(real, prompts, tmp_path_factory):
 def test_real_models(name, real, prompts, served_real):
     """64 tokens after 20 prompts, and the cache."""
     plain = served_real[name]
-    others = [told["rounds"][0] for other, told in served_real.items() if other.startswith(f"{name} ")]
+    others = [served_real[f"{name} {kind}"]["rounds"][0] for kind in ("ngram", "eagle3") if name in REAL_DRAFTED]
     assert faults(real[name], prompts, *plain["rounds"], *others) == []
     assert plain["found"][0] == 0 and plain["found"][1] > 1000
     check_cache(plain, real[name])
 
 
-@pytest.mark.parametrize("name", ["llama latent_rope", "gpt_oss latent_rope"])
+@pytest.mark.parametrize("name", REAL_DRAFTED)
 def test_n_grams_are_accepted(name, served_real):
     assert served_real[f"{name} ngram"]["counters"]["vllm:spec_decode_num_accepted_tokens"] > 100
 
