@@ -313,6 +313,12 @@ def test_unsupported_configurations_are_rejected(served):
     assert "--kv-cache-dtype fp8" in served["fp8 cache"]["error"]
 
 
+def test_vllm_has_what_the_plugin_touches():
+    command = [PYTHON, "-m", "mlaforge.vllm_plugin.internals"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert done.stdout.splitlines()[-1:] == ["nothing is missing"], done.stdout + done.stderr[-2000:]
+
+
 def test_two_ranks(tiny, tmp_path):
     """Heads are shared out, latents are on both. Two KV heads: the cache of `gqa` layers halves per rank."""
     names = ("llama latent_rope", "gpt_oss latent", PACKED)
