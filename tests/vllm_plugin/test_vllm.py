@@ -321,7 +321,8 @@ def test_vllm_has_what_the_plugin_touches():
 
 def test_two_ranks(tiny, tmp_path):
     """Heads are shared out, latents are on both. Two KV heads: the cache of `gqa` layers halves per rank."""
-    names = ("llama latent_rope", "gpt_oss latent", PACKED)
+    names = ("llama latent_rope", "gpt_oss latent", PACKED, "llama latent coded sparse", "llama gqa sparse",
+             "gpt_oss latent coded sparse")  # fmt: skip
     options = {"tensor_parallel_size": 2}
     cases = [
         {"name": name, "model": str(tiny(name)), "prompts": PROMPTS, "tokens": 16, "options": options} for name in names
@@ -414,7 +415,7 @@ def with_four_kv_heads(source, out):
 
 
 REAL = ("llama latent_rope", "llama latent", "gpt_oss latent_rope", "llama latent coded", "llama latent coded sparse")
-REAL_DRAFTED = ("llama latent_rope", "gpt_oss latent_rope", "llama latent coded sparse")
+REAL_DRAFTED = ("llama latent_rope", "gpt_oss latent_rope", "llama latent coded")
 
 
 @pytest.fixture(scope="module")

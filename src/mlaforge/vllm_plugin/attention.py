@@ -22,6 +22,7 @@ from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.vllm_plugin.heads import Heads
 from mlaforge.vllm_plugin.row_cache import CODED_ALIGNMENT, RowCache
+from mlaforge.vllm_plugin.selection import select_together
 
 OP = "mlaforge_attention"
 
@@ -79,7 +80,7 @@ class Attentions:
         index = self._prefixes.get(f"{prefix}.self_attn.")
         if not rest or index is None:
             return False
-        part = self.heads.share(rest, tensor).to(self.device)
+        part = self.heads.share(rest, tensor, self._by_head(index)).to(self.device)
         self._pending[index][rest] = part.to(self.dtype) if part.is_floating_point() else part.clone()
         return True
 
@@ -90,12 +91,19 @@ class Attentions:
             self.modules[index].requires_grad_(False).eval()
         self._pending = {}
 
+    def _by_head(self, index: int) -> bool:
+        """Whether a layer's index keys are maps of the keys of its heads, not of a latent."""
+        return self.kinds[index] == "gqa" or self.modules[index].qk_norm
+
     def on(self, index: int, rows: PagedRows) -> PagedAttention:
         """Return the paged attention of a layer on its columns of a cache."""
-        format = str(self.dtype).removeprefix("torch.")
-        return make_paged_attention(
+        format, by_head = str(self.dtype).removeprefix("torch."), self._by_head(index)
+        attention = make_paged_attention(
             self.modules[index], self.kinds[index], 0, rows, self.spec.layers[index].sinks, format
         )
+        if self.heads.size > 1 and attention.sparse is not None and attention.sparse.index is not None:
+            select_together(attention.sparse, self.heads.size, by_head)
+        return attention
 
     def step(self, batch: Batch) -> Step:
         """Return a step's tokens with their rotations."""

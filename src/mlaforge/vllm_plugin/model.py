@@ -40,11 +40,6 @@ def refuse(vllm_config: Any) -> None:
     if (kind := vllm_config.cache_config.cache_dtype) not in ("auto", model_dtype):
         raise UserError(f"--kv-cache-dtype {kind} is not supported: rows are cached as the model was converted; use auto")
     size, heads = parallel.tensor_parallel_size, config.num_attention_heads
-    if size > 1 and getattr(config, "index_kind", None):
-        raise UserError(
-            "sparse models do not support tensor parallelism, because all heads of a layer share one selection: "
-            "`mlaforge convert MODEL OUT --dense`"
-        )
     kv_heads = config.num_key_value_heads
     if heads % size or (kv_heads % size and size % kv_heads):
         raise UserError(f"{heads} query and {kv_heads} KV heads are not divisible among {size} tensor parallel ranks")
