@@ -4,6 +4,7 @@ and written rows are bitwise those of contiguous rows, and nothing is written be
 import pytest
 import torch
 
+from mlaforge.ops.paged_rows import PagedRows, native_supports
 from mlaforge.ops.row_formats.int4 import Int4
 from mlaforge.ops.row_formats.int8 import Int8
 from support.packed_caches import apart, latent_format, latent_layer, make_cache
@@ -17,6 +18,7 @@ def check(kernel, rows, *step):
     """`kernel` writes to the rows that it reads, or leaves them as they are."""
     packed, unquantized, descriptor = rows
     inside, gaps = apart(packed, 24)
+    assert not inside.is_contiguous()
     expected, actual = kernel(packed, unquantized, descriptor, *step), kernel(inside, unquantized, descriptor, *step)
     expected, actual = ((x if isinstance(x, tuple) else (x,)) for x in (expected, actual))
     for wanted, x in zip(expected, actual, strict=True):
@@ -49,4 +51,6 @@ def test_latents(stored, layout, compiled):
     cache = make_cache(latent_format("int8" if stored == "bf16" else stored, R, E), [(300, 4), (9, 1), (400, 90)], 16)
     first = latent_layer(cache.format, H, G, R, E, len(cache.slots))
     step = (cache.slots, *cache.view, [True, False, True], 0.3, None)
+    if stored != "bf16":
+        assert native_supports(PagedRows(cache.format, apart(cache.packed, 24)[0], torch.bfloat16)) is True
     check(lambda *x: getattr(compiled, layout)(*first, *x), cache.rows(stored == "bf16"), *step)
