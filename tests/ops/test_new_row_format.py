@@ -70,7 +70,8 @@ struct ToyRows {
     for (int64_t i = 0; i < width; ++i) unit[1 + 2 * i] = row[i].x >> 8, unit[2 + 2 * i] = row[i].x & 255;
   }
 
-  void read(Units units, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows, int64_t stride) const {
+  void read(Units units, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
+            int64_t stride) const {
     for (int64_t t = 0; t < count; ++t)
       for (int64_t i = first; i < last; ++i) {
         const uint8_t* bytes = units.at(slots[t]) + 1 + 2 * i;

@@ -1,4 +1,4 @@
-"""Arrangements of several equal GPUs: replicas of a model, each on one GPU or divided (ranks.py), and what they hold."""
+"""Arrangements of several equal GPUs: replicas of a model, one on each GPU or divided (ranks.py)."""
 
 from __future__ import annotations
 

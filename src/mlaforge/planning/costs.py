@@ -131,8 +131,9 @@ class Gpu:
     that a good matrix product reaches; read: the same of its bandwidth. row_bandwidths: maximum bytes per second at
     which attention reads cached rows, by storage format or layout. coded_products: speed of attention's products over
     coded rows, relative to bf16. caches_keys: keys that a sparse step decompresses are cached for the next one. fp8:
-    kernels convert float8_e4m3fn. link_gbs: GB/s (1e9 bytes) at which it sends to GPUs of the same host. shares: share of the roof that kernels reach, by storage format or layout, `index` of
-    a selection, `weights`, and `experts` with packed weights.
+    kernels convert float8_e4m3fn. link_gbs: GB/s (1e9 bytes) at which it sends to the other GPUs of its host. shares:
+    share of the roof that kernels reach, by storage format or layout, `index` of a selection, `weights`, and `experts`
+    with packed weights.
     """
 
     name: str

@@ -107,10 +107,9 @@ class Ranks:
 
     def _heads(self, layer: LayerSpec, parts: int) -> LayerSpec:
         """The heads of one of so many parts, and its part of the window."""
-        return dataclasses.replace(
-            layer, num_heads=layer.num_heads // parts, num_kv_heads=layer.num_kv_heads // min(parts, layer.num_kv_heads),
-            window=layer.window and self.tokens(layer.window),
-        )  # fmt: skip
+        heads, kv_heads = layer.num_heads // parts, layer.num_kv_heads // min(parts, layer.num_kv_heads)
+        window = layer.window and self.tokens(layer.window)
+        return dataclasses.replace(layer, num_heads=heads, num_kv_heads=kv_heads, window=window)
 
 
 ONE_GPU = Ranks()

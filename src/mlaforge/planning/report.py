@@ -239,8 +239,8 @@ class PlanReport:
         if entries := self.arrangements():
             table = [["", "", "cache of a", "requests", "ms a"], ["", "", "request", "that fit", "step"]]
             for entry in entries:
-                cells = in_bytes(entry["cache_bytes"]), f"{entry['requests']:,}", in_digits(entry["step_ms"])
-                table.append([entry["configuration"], entry["arrangement"], *cells])
+                table.append([entry["configuration"], entry["arrangement"], in_bytes(entry["cache_bytes"])])
+                table[-1] += [f"{entry['requests']:,}", in_digits(entry["step_ms"])]
             title = f"Arrangements of {self.rows[0].ranks.tensor} GPUs, cache per GPU, step of the batch on a replica"
             lines += ["", title, text_table(table, "<<>")]
         if reads := self.weight_reads():

@@ -51,9 +51,7 @@ class Step:
         return sum(cost.bytes for part, cost in self.costs.items() if part not in ("attention", EXCHANGE))
 
 
-def decode_step(
-    plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1, ranks: Ranks = ONE_GPU
-) -> Step:
+def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1, ranks: Ranks = ONE_GPU) -> Step:
     """One step of `batch` requests with `queries` new tokens each and `context` cached ones, on each of `ranks`."""
     tokens, share, rank_tokens = batch * queries, ranks.share(plan), ranks.tokens(context)
     costs = dict.fromkeys(PARTS, Cost(0.0, 0.0))
@@ -169,8 +167,14 @@ class Row:
 
 
 def compare(
-    spec: ModelSpec, gpu: Gpu, context: int, batch: int, drafts: int, forms: Sequence[Form] = FORMS,
-    layers: str = "all", ranks: Ranks = ONE_GPU,
+    spec: ModelSpec,
+    gpu: Gpu,
+    context: int,
+    batch: int,
+    drafts: int,
+    forms: Sequence[Form] = FORMS,
+    layers: str = "all",
+    ranks: Ranks = ONE_GPU,
 ) -> tuple[list[Row], list[str]]:
     """Return a row for each of `forms` that the engine reads directly on such a machine, and a note for each layout
     that the model does not support."""

@@ -52,7 +52,9 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.kv_cache_interface:KVCacheSpec": ("block_size",),
     "vllm.v1.kv_cache_interface:FullAttentionSpec": ("dtype", "head_size", "head_size_v", "num_kv_heads"),
-    "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("dtype", "head_size", "head_size_v", "num_kv_heads", "sliding_window"),
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": (
+        "dtype", "head_size", "head_size_v", "num_kv_heads", "sliding_window",
+    ),
     "vllm.v1.kv_cache_layout:KVCacheLayout": ("LBHNC", "LBNHC"),
 }  # fmt: skip
 

@@ -38,7 +38,9 @@ def refuse(vllm_config: Any) -> None:
         )
     model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     if (kind := vllm_config.cache_config.cache_dtype) not in ("auto", model_dtype):
-        raise UserError(f"--kv-cache-dtype {kind} is not supported: rows are cached as the model was converted; use auto")
+        raise UserError(
+            f"--kv-cache-dtype {kind} is not supported: rows are cached as the model was converted; use auto"
+        )
     size, heads = parallel.tensor_parallel_size, config.num_attention_heads
     kv_heads = config.num_key_value_heads
     if heads % size or (kv_heads % size and size % kv_heads):

@@ -1,8 +1,8 @@
 """The cache that vLLM allocates for a converted model: one row per token and group of layers with the same window.
 
 A row concatenates the bytes that the group's layers cache of a token: latents (and rotary keys) of converted layers,
-plain or coded, keys and values of the others, followed, for sparse layers, by the index key. So the bytes of a token are
-the sum over layers of any ranks; separate caches per layer would be padded to the widest one, because vLLM requires
+plain or coded, keys and values of the others, followed, for sparse layers, by the index key. So the bytes of a token
+are the sum over layers of any ranks; separate caches per layer would be padded to the widest one, because vLLM requires
 equal page sizes. Pages of several groups are made equal by block sizes, and by unused bytes only in rows of sliding
 windows, which are few.
 
