@@ -19,9 +19,7 @@ from mlaforge.planning.roofline import Row, in_digits
 from mlaforge.planning.selection import sparse
 
 MODELS = {name: read_spec(geometry.settings(name.lower())) for name in ("20B", "120B")}
-MACHINES = {"H100": GPUS["h100"], "H200": GPUS["h200"]}
-CONTEXTS = {"32K": 32 * 1024, "128K": 128 * 1024}
-BATCH, TOTAL = 64, 8
+GPU, CONTEXT, BATCH, TOTAL = GPUS["h100"], 32 * 1024, 64, 8
 RANKS = (Ranks(1), Ranks(2), Ranks(4), Ranks(8), Ranks(8, 8))
 # Full layers are converted: as recipes/ do, and to coded rows, with and without the index that `convert` writes.
 FORMS: dict[str, Callable[[ModelSpec], Plan]] = {
@@ -33,30 +31,26 @@ FORMS: dict[str, Callable[[ModelSpec], Plan]] = {
 }
 
 
-def row(model: str, form: str, machine: str, context: str, ranks: Ranks = RANKS[0]) -> Row:
-    """A form of a model on GPUs of one kind."""
-    return Row(FORMS[form](MODELS[model]), MACHINES[machine], CONTEXTS[context], BATCH, 0, ranks=ranks)
+def row(model: str, form: str, ranks: Ranks = RANKS[0]) -> Row:
+    """A form of a model on some GPUs."""
+    return Row(FORMS[form](MODELS[model]), GPU, CONTEXT, BATCH, 0, ranks=ranks)
 
 
-def arranged(model: str, form: str, machine: str, context: str) -> list[Arrangement]:
+def arranged(model: str, form: str) -> list[Arrangement]:
     """The arrangements of RANKS of eight GPUs."""
-    possible = arrangements(row(model, form, machine, context), TOTAL)
+    possible = arrangements(row(model, form), TOTAL)
     return [next(one for one in possible if one.row.ranks == ranks) for ranks in RANKS]
 
 
 def lines() -> Iterator[str]:
     """Rows of the tables in docs/scaling.md."""
-    for model in MODELS:
-        for machine in MACHINES:
-            forms = ("GQA", "`latent_rope` 512 + 64", "`latent`, 4 bits")
-            yield _line(model, machine, *(row(model, form, machine, c).requests for c in CONTEXTS for form in forms))
     for form in FORMS:
-        rows = [row("120B", form, "H100", "32K", ranks) for ranks in RANKS]
+        rows = [row("120B", form, ranks) for ranks in RANKS]
         cells = [f"{one.cache_bytes(1) / 2**20:,.0f}; {in_digits(1e3 * one.plain.total)}" for one in rows]
         yield _line(form, *cells)
     for model in MODELS:
-        for form in FORMS:
-            yield _line(f"{model}, {form}", *(one.requests for one in arranged(model, form, "H100", "32K")))
+        for form in list(FORMS)[:-1]:
+            yield _line(f"{model}, {form}", *(one.requests for one in arranged(model, form)))
 
 
 def _line(*cells: str | int) -> str:
