@@ -4,10 +4,12 @@ and written rows are bitwise those of contiguous rows, and nothing is written be
 import pytest
 import torch
 
+from mlaforge.ops.paged_attention import paged_attention
 from mlaforge.ops.paged_rows import PagedRows, native_supports
 from mlaforge.ops.row_formats.int4 import Int4
 from mlaforge.ops.row_formats.int8 import Int8
 from support.packed_caches import apart, latent_format, latent_layer, make_cache
+from support.paged_steps import Shape, make_step
 from support.pairwise import pairwise
 
 SEQUENCES = {"decoded": [(5, 1), (300, 1), (700, 1)], "prompts": [(300, 4), (9, 1), (600, 130)]}
@@ -54,3 +56,17 @@ def test_latents(stored, layout, compiled):
     if stored != "bf16":
         assert native_supports(PagedRows(cache.format, apart(cache.packed, 24)[0], torch.bfloat16)) is True
     check(lambda *x: getattr(compiled, layout)(*first, *x), cache.rows(stored == "bf16"), *step)
+
+
+def test_keys_and_values_at_the_end_of_a_row(compiled):
+    """The last row ends with the memory."""
+    step = make_step(Shape(4, 2, 32, 32), [(300, 4), (9, 1)], 16, None, dtype=torch.bfloat16)
+    L = len(step.k)
+    rows = torch.cat((torch.full((L, 24), 99), step.k.flatten(1), step.v.flatten(1)), dim=1).bfloat16()
+    keys, values = rows[:, 24:].view(L, 2, 2, 32).unbind(1)
+    expected = paged_attention(
+        step.q, keys.contiguous(), values.contiguous(), step.view, 0.3, implementation="reference"
+    )
+    actual = paged_attention(step.q, keys, values, step.view, 0.3, implementation="native")
+    for x, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x.float(), wanted.float(), rtol=2e-2, atol=2e-2)
