@@ -19,8 +19,7 @@ def test_bytes_of_a_request():
     full, sliding = 18 * 32768 * 2, 18 * 128 * 2
     for n, m in ((1, 1), (2, 1), (8, 1), (8, 8), (8, 2)):
         gqa, converted = (
-            scaling.row("120B", form, Ranks(n, m)).cache_bytes(1)
-            for form in ("GQA", "`latent_rope` 512 + 64")
+            scaling.row("120B", form, Ranks(n, m)).cache_bytes(1) for form in ("GQA", "`latent_rope` 512 + 64")
         )
         assert gqa == (full + sliding) * 1024 // n
         assert converted == full * 576 // m + sliding * 1024 // n
