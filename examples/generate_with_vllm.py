@@ -1,4 +1,4 @@
-"""Generate with vLLM from a model that `mlaforge convert --budget 0.5` wrote.
+"""Generate with vLLM from a model that `mlaforge convert` wrote.
 
 Run it with the Python of vLLM's environment, after `pip install --no-deps .` there: vLLM finds the plugin by itself.
 

@@ -70,18 +70,16 @@ struct ToyRows {
     for (int64_t i = 0; i < width; ++i) unit[1 + 2 * i] = row[i].x >> 8, unit[2 + 2 * i] = row[i].x & 255;
   }
 
-  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
+  void read(Units units, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
             int64_t stride) const {
     for (int64_t t = 0; t < count; ++t)
       for (int64_t i = first; i < last; ++i) {
-        const uint8_t* bytes = packed + slots[t] * unit_bytes() + 1 + 2 * i;
+        const uint8_t* bytes = units.at(slots[t]) + 1 + 2 * i;
         rows[t * stride + i] = bf16(uint16_t(bytes[0] << 8 | bytes[1]), bf16::from_bits());
       }
   }
 
-  void prefetch(const uint8_t* packed, int64_t slot, int64_t, int64_t) const {
-    prefetch_bytes(packed + slot * unit_bytes(), unit_bytes());
-  }
+  void prefetch(Units units, int64_t slot, int64_t, int64_t) const { prefetch_bytes(units.at(slot), unit_bytes()); }
 };
 """
 FLAGS = tuple("-O0" if flag == "-O3" else flag for flag in native.FLAGS)

@@ -15,8 +15,16 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import gpu_properties
 from mlaforge.ops.host_view import host_view
 from mlaforge.ops.paged_attention import paged_attention
-from mlaforge.ops.token_selection import TokenIndex, empty_keys, keys_at, visible_slots
+from mlaforge.ops.token_selection import (
+    TokenIndex,
+    empty_keys,
+    keys_at,
+    select_reference,
+    visible_slots,
+    write_reference,
+)
 from mlaforge.runtime import UserError
+from mlaforge.vllm_plugin.heads import Heads
 from support.paged_steps import DEVICE, SHAPES, make_step, needs_triton
 
 G, P = 2, 6
@@ -95,6 +103,40 @@ def test_kernels_select_as_the_reference(compiled, case):
         block = view.block_table_SB[s].long()
         for slot, place in zip(actual[0][s, :count].tolist(), places, strict=True):
             assert slot == block[place // 16] * 16 + place % 16
+
+
+def test_ranks_select_what_all_heads_select():
+    """The heads of two ranks, whose scores are averaged, and the features of two, whose keys are added."""
+    view, slots = make_view([90, 200, 12], [1, 2, 1])
+    whole = index(6, 8, 12, 20, sink=2, window=5, topk=30, sinks=torch.linspace(-1, 2, 6))
+    generator = torch.Generator().manual_seed(1)
+    keys, N = empty_keys(slots, 8, torch.device("cpu")), len(view.slots_N)
+    keys.copy_(torch.randint(-127, 128, keys.shape, generator=generator))
+    q, turn, counts = torch.randn(N, 72, generator=generator), turns(torch.arange(N)), (30, 30, 12)
+    ranks = [
+        dataclasses.replace(whole, query=whole.query[r : r + 1], heads=3, sinks=whole.sinks[3 * r : 3 * r + 3])
+        for r in range(G)
+    ]
+    scores = []
+    select_reference(q[:, 36:], ranks[1], turn, keys, view, counts, 1, merge=lambda x: scores.append(x) or x)
+    actual = select_reference(q[:, :36], ranks[0], turn, keys, view, counts, 1, merge=lambda x: (x + scores[0]) / 2)
+    expected = select_reference(q, whole, turn, keys, view, counts, 1)
+    alone = select_reference(q[:, :36], ranks[0], turn, keys, view, counts, 1)
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+    assert not torch.equal(alone[1], expected[1])
+
+    features, heads = torch.randn(N, 20, generator=generator), [Heads(2, r, 4) for r in range(4)]
+    parts = [
+        features[:, 10 * own.kv_part : 10 * own.kv_part + 10] @ own.share("index.key.weight", whole.key, True).T
+        + own.share("index.key.bias", whole.bias, True)
+        for own in heads
+    ]
+    written, merged = torch.zeros_like(keys), torch.zeros_like(keys)
+    write_reference(features, whole, turn, written, view.slots_N)
+    nothing = dataclasses.replace(whole, key=whole.key * 0, bias=whole.bias * 0)
+    write_reference(features, nothing, turn, merged, view.slots_N, merge=lambda x: x + sum(parts))
+    assert int((written.int() - merged.int()).abs().max()) <= 1 and bool(written.any())
+    assert torch.equal(torch.cat([own.share("index.query", whole.query) for own in heads[::2]]), whole.query)
 
 
 def on_device(index, view):

@@ -4,9 +4,9 @@ import pytest
 
 from mlaforge.families import read_spec
 from mlaforge.families.spec import ModelSpec
-from mlaforge.planning.costs import GPUS, Cost, Gpu, index_op
+from mlaforge.planning.costs import GPUS, Cost, Gpu, attention_op, index_op, projections, weight_bytes
 from mlaforge.planning.plan import LayerPlan, unconverted
-from mlaforge.planning.roofline import Row, attention_op, decode_step, projections, weight_bytes
+from mlaforge.planning.roofline import Row, decode_step
 from support.configs import GPT_OSS, GPT_OSS_120B
 
 H200 = GPUS["h200"]

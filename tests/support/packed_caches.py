@@ -41,6 +41,16 @@ class Cache:
         return torch.cat((self.format.read(self.packed, torch.arange(len(self.packed))), self.whole))
 
 
+def apart(rows: Tensor, gap: int) -> tuple[Tensor, Tensor]:
+    """Return a copy of `rows` that leaves `gap` elements before and after each, and these elements."""
+    around = torch.full((len(rows), rows.shape[1] + 2 * gap), 99, dtype=rows.dtype)
+    inside, gaps = (
+        around[:, gap:-gap],
+        around.as_strided((len(rows), 2, gap), (around.stride(0), around.shape[1] - gap, 1)),
+    )
+    return inside.copy_(rows), gaps
+
+
 def make_cache(
     format: RowFormat,
     sequences: list[tuple[int, int]],

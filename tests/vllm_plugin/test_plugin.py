@@ -1,5 +1,6 @@
 """Tests of the vLLM plugin that run without vLLM; the others are in tests/vllm_plugin/test_vllm.py."""
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from mlaforge import vllm_plugin
 from mlaforge.checkpoint import loading, reader
 from mlaforge.vllm_plugin.heads import Heads
+from mlaforge.vllm_plugin.internals import TOUCHED
 from mlaforge.vllm_plugin.pages import even_pages
 
 # GPT-OSS leaves its sliding layers unconverted.
@@ -46,12 +48,14 @@ def test_rank_outputs_sum_to_the_full_output(case, ranks, converted):
 
 @given(
     st.lists(st.integers(1, 4000), min_size=1, max_size=3), st.sampled_from([16, 32, 48, 64, 128]),
-    st.sampled_from([0, 128, 1024]),
+    st.sampled_from([0, 128, 1024]), st.sampled_from([1, 2, 16]),
 )  # fmt: skip
-def test_pages_are_of_one_size(widths, block_size, drafted):
+def test_pages_are_of_one_size(widths, block_size, drafted, alignment):
     if max(widths) > block_size * widths[0]:
         return
-    sizes, filled = even_pages(widths, block_size, drafted)
+    widths, drafted = [alignment * width for width in widths], alignment * drafted
+    sizes, filled = even_pages(widths, block_size, drafted, alignment)
+    assert not any(width % alignment for width in filled)
     assert len({size * width for size, width in zip(sizes, filled, strict=True)}) == 1
     assert sizes[0] == block_size
     assert all(have >= need for have, need in zip(filled, widths, strict=True))
@@ -70,6 +74,18 @@ def test_gpt_oss_20b_s_pages():
     """12 layers of 512 + 64 elements, 12 of 2 x 8 x 64; beside them a draft head of 1,024."""
     assert even_pages([6912, 12288], 128) == ([128, 64], [6912, 13824])
     assert even_pages([6912, 12288], 128, 1024) == ([128, 64], [7168, 14336])
+
+
+def test_every_import_from_vllm_is_listed():
+    """What the plugin imports is in one list, which `python -m mlaforge.vllm_plugin.internals` compares with vLLM."""
+    imported = set()
+    for path in Path(vllm_plugin.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                imported |= {f"{node.module}:{alias.name}" for alias in node.names}
+    assert imported and imported <= TOUCHED.keys()
+    # The others are objects that vLLM hands over, by their classes.
+    assert all(path.split(":")[1][0].isupper() for path in TOUCHED.keys() - imported)
 
 
 def test_entry_point_is_registered_and_light():

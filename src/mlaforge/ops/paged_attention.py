@@ -131,8 +131,9 @@ def _runs_supports(
 def _native(
     q_NHD: Tensor, k_LGD: Tensor, v_LGV: Tensor, view: CacheView, scale: float, sinks_H: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    (L, G, _), W, V = k_LGD.shape, k_LGD.stride(0), v_LGV.shape[2]
-    rows_LW, values = k_LGD.as_strided((L, W), (W, 1)), v_LGV.storage_offset() - k_LGD.storage_offset()
+    (L, G, D), V = k_LGD.shape, v_LGV.shape[2]
+    values = v_LGV.storage_offset() - k_LGD.storage_offset()
+    rows_LW = k_LGD.as_strided((L, max(G * D, values + G * V)), (k_LGD.stride(0), 1))
     table, window = (view.block_table_SB, view.seq_lens_S, view.first_S, view.query_start_S1), view.window or 0
     out, lse = kernel("decode")(
         q_NHD, rows_LW, None, [0], G, V, values, *table, view.block_size, window, scale, view.tree_Tn

@@ -177,8 +177,8 @@ def native_supports(rows: PagedRows, *others: Any) -> Literal[True] | str:
         return reason
     if rows.dtype != torch.bfloat16:
         return f"it supports bfloat16 models, this one is {rows.dtype}"
-    if not rows.packed.is_contiguous():
-        return "rows are not contiguous"
+    if rows.packed.stride(-1) != 1:
+        return "elements of a row are not contiguous"
     if not (rows.plain or supports_row_format(rows.format.id)):
         return f"it does not support rows in {rows.format.name}"
     return True

@@ -12,7 +12,7 @@ index key, F features of a key, E of a query, P rotary pairs, K maximum tokens t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -103,15 +103,18 @@ class TokenIndex:
 
 
 def write_reference(
-    features_NF: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, slots_N: Tensor
-) -> None:
-    """As TokenIndex.write."""
+    features_NF: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, slots_N: Tensor,
+    merge: Callable[[Tensor], Tensor] | None = None,
+) -> None:  # fmt: skip
+    """As TokenIndex.write. merge: makes keys from those that come of a rank's features."""
     features = features_NF.float()
     if index.halves is not None:
         rounded = features[:, : len(index.halves)].bfloat16().float().round()
         rounded = torch.maximum(torch.minimum(rounded, index.halves - 1), -index.halves)
         features = torch.cat((rounded, features[:, len(index.halves) :]), dim=1)
     index_keys = features @ index.key.T + index.bias
+    if merge is not None:
+        index_keys = merge(index_keys)
     if not index.pre_rotated:
         index_keys = index.rotate(index_keys[:, None], rotation_N1P)[:, 0]
     index_keys = index_keys.round().clamp(-LARGEST_KEY, LARGEST_KEY).nan_to_num().to(torch.int8)
@@ -158,18 +161,27 @@ def visible_slots(view: CacheView, sequence: int) -> Tensor:
 
 def select_reference(
     q_NX: Tensor, index: TokenIndex, rotation_N1P: Tensor, keys: Tensor, view: CacheView, counts: Sequence[int],
-    multiple: int,
+    multiple: int, merge: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As TokenIndex.choose; in fp32, sequence by sequence."""
+    """As TokenIndex.choose; in fp32, sequence by sequence. merge: makes the scores of all heads from those of a rank's,
+    for all sequences together."""
     K = -(-max(counts) // multiple) * multiple
     slots = torch.zeros(len(counts), K, dtype=torch.int32, device=q_NX.device)
     positions = torch.zeros_like(slots)
-    for s, count in enumerate(counts):
-        slots_L = visible_slots(view, s)
+    slots_SL = [visible_slots(view, s) for s in range(len(counts))]
+    scores_SL = {
+        s: token_scores(q_NX, index, rotation_N1P, keys, view, s, slots_L)
+        for s, (slots_L, count) in enumerate(zip(slots_SL, counts, strict=True))
+        if count < len(slots_L)
+    }
+    if merge is not None and scores_SL:
+        merged = merge(torch.cat(list(scores_SL.values()))).split(list(map(len, scores_SL.values())))
+        scores_SL = dict(zip(scores_SL, merged, strict=True))
+    for s, (slots_L, count) in enumerate(zip(slots_SL, counts, strict=True)):
         length = len(slots_L)
         at_L = torch.arange(length, device=q_NX.device)
         if count < length:
-            score_L = token_scores(q_NX, index, rotation_N1P, keys, view, s, slots_L)
+            score_L = scores_SL[s]
             # Ties go to the last token.
             at_L = score_L.flip(0).sort(descending=True, stable=True).indices[:count]
             at_L = (length - 1 - at_L).sort().values

@@ -28,6 +28,10 @@ class PlanConfig(Options):
     )
     kv_cache_dtype: str | None = option(None, "storage of uncoded cache rows in the added row (bf16)", choices=STORED)
     drafts: int = option(0, "draft tokens that a speculative step verifies", "tokens", least=0)
+    tensor_parallel: int = option(1, "GPUs that divide heads and weights, as vLLM's --tensor-parallel-size", "GPUs")
+    context_parallel: int = option(
+        1, "how many of these GPUs divide the tokens of a request, as vLLM's --decode-context-parallel-size", "GPUs"
+    )
     bits: float | None = option(
         None, "mean bits of an element in coded rows, instead of a budget (4 for latent, a quarter of bf16)", "bits",
         above=0, most=8,

@@ -131,8 +131,9 @@ class Gpu:
     that a good matrix product reaches; read: the same of its bandwidth. row_bandwidths: maximum bytes per second at
     which attention reads cached rows, by storage format or layout. coded_products: speed of attention's products over
     coded rows, relative to bf16. caches_keys: keys that a sparse step decompresses are cached for the next one. fp8:
-    kernels convert float8_e4m3fn. shares: share of the roof that kernels reach, by storage format or layout, `index` of
-    a selection, `weights`, and `experts` with packed weights.
+    kernels convert float8_e4m3fn. link_gbs: GB/s (1e9 bytes) at which it sends to the other GPUs of its host. shares:
+    share of the roof that kernels reach, by storage format or layout, `index` of a selection, `weights`, and `experts`
+    with packed weights.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Gpu:
     coded_products: float = 1.0
     caches_keys: bool = False
     fp8: bool = True
+    link_gbs: float = 0.0
     shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -157,6 +159,11 @@ class Gpu:
     def bandwidth(self) -> float:
         """Bytes/s."""
         return self.read * self.bandwidth_tbs * 1e12
+
+    @property
+    def link(self) -> float:
+        """Bytes/s to other GPUs."""
+        return self.link_gbs * 1e9
 
     @property
     def ridge(self) -> float:
@@ -198,11 +205,11 @@ SHARES = {
 GPUS = {
     gpu.name: replace(gpu, shares=SHARES)
     for gpu in (
-        Gpu("h200", 989.0, 4.8, 140.4, "NVIDIA H200 SXM datasheet, 141 GB; sparse figure 1979 halved"),
-        Gpu("h100", 989.0, 3.35, 79.6, "NVIDIA H100 SXM datasheet, 80 GB; sparse figure 1979 halved"),
-        Gpu("b200", 2250.0, 8.0, 179.0, "NVIDIA HGX B200 datasheet, 180 of 192 GB; sparse 4500 halved"),
-        Gpu("l40s", 362.0, 0.864, 45.0, "NVIDIA L40S datasheet, 48 GB with ECC; sparse figure 733 halved"),
-        Gpu("a100", 312.0, 2.039, 80.0, "NVIDIA A100 SXM datasheet, 80 GB", fp8=False),
-        Gpu("rtx5090", 209.5, 1.792, 31.8, "NVIDIA RTX Blackwell whitepaper, 32 GB; fp32 accumulation"),
+        Gpu("h200", 989.0, 4.8, 140.4, "NVIDIA H200 SXM datasheet, 141 GB; sparse figure 1979 halved", link_gbs=450),
+        Gpu("h100", 989.0, 3.35, 79.6, "NVIDIA H100 SXM datasheet, 80 GB; sparse figure 1979 halved", link_gbs=450),
+        Gpu("b200", 2250.0, 8.0, 179.0, "NVIDIA HGX B200 datasheet, 180 of 192 GB; sparse 4500 halved", link_gbs=900),
+        Gpu("l40s", 362.0, 0.864, 45.0, "NVIDIA L40S datasheet, 48 GB with ECC; sparse figure 733 halved", link_gbs=32),
+        Gpu("a100", 312.0, 2.039, 80.0, "NVIDIA A100 SXM datasheet, 80 GB", fp8=False, link_gbs=300),
+        Gpu("rtx5090", 209.5, 1.792, 31.8, "NVIDIA RTX Blackwell whitepaper, 32 GB; fp32 accumulation", link_gbs=64),
     )
 }

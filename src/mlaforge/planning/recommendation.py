@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlaforge.planning.costs import weight_bytes
 from mlaforge.planning.forms import MEASURED_ON, SELECTED_FROM
 from mlaforge.planning.roofline import Row, decode_step, in_bytes, in_digits, slowdown
 from mlaforge.planning.selection import sparse
@@ -54,10 +53,10 @@ def _too_large(candidates: Sequence[Row], fitting: Sequence[Row]) -> Recommendat
     """Recommendation if no form with a loss that healing can reduce fits the batch: name what would fit instead."""
     best = max((row for row in candidates if loss(row) <= SMALL_LOSS), key=lambda row: row.requests)
     requests = f"{best.batch} request{'s' * (best.batch > 1)} of {best.context:,} tokens"
-    memory, weights = f"{best.gpu.memory_gib:g} GiB", in_bytes(weight_bytes(best.plan))
+    memory, weights = f"{best.gpu.memory_gib:g} GiB", in_bytes(best.weight_bytes)
     sentence = (
         f"Nothing fits: no form of a typical loss up to {math.expm1(SMALL_LOSS):.0%} holds {requests} on "
-        f"{best.gpu.name} ({memory}, of which the weights take {weights})."
+        f"{best.machine} ({memory}, of which the weights take {weights})."
     )
     advice = (
         f"Of the forms that typically lose at most 2 %, {best.label} holds most: --batch {best.requests}."
@@ -81,21 +80,21 @@ def percent(row: Row) -> str:
 def _sentence(best: Row, original: Row) -> str:
     assert best.form is not None
     requests = f"{best.batch} request{'s' * (best.batch > 1)} of {best.context:,} tokens take{'s' * (best.batch == 1)}"
-    cache, original_cache = (in_bytes(row.plan.cache_bytes(row.context, row.batch)) for row in (best, original))
+    cache, original_cache = (in_bytes(row.cache_bytes(row.batch)) for row in (best, original))
     step, original_step = (f"{in_digits(row.verify.total * 1e3)} ms" for row in (best, original))
     text = f"{best.form.advice(best.context)}: {requests} {cache} of cache"
     if best is original:
-        return f"{text} and {step} a step on {best.gpu.name}, at no loss."
+        return f"{text} and {step} a step on {best.machine}, at no loss."
     does_not_fit = "" if original.fits else ", which does not fit,"
     baseline = f"as it is: {original_cache}{does_not_fit} and {original_step}"
-    return f"{text} and {step} a step on {best.gpu.name} ({baseline}), at a typical loss of {percent(best)}."
+    return f"{text} and {step} a step on {best.machine} ({baseline}), at a typical loss of {percent(best)}."
 
 
 def _alternatives(best: Row, fitting: Sequence[Row], candidates: Sequence[Row]) -> list[str]:
     """Sentences on other forms: the smallest with a small loss, the fastest, and those that do not fit."""
     reasons = []
     near = [row for row in candidates if loss(row) <= SMALL_LOSS]
-    smallest = min(near, key=lambda row: row.plan.cache_bytes(row.context))
+    smallest = min(near, key=lambda row: row.cache_bytes(1))
     if smallest is not best:
         reasons.append(
             f"Least memory within 2 %: {smallest.label} holds {smallest.requests:,} requests of this context instead "
@@ -126,7 +125,8 @@ def break_even(row: Row, original: Row) -> str:
     max_context = row.plan.spec.max_position_embeddings
     for context in (1 << power for power in range(10, max_context.bit_length())):
         if (topk := form.topk(context)) < context:
-            steps = (decode_step(plan, gpu, context, batch) for plan in (original.plan, sparse(original.plan, topk)))
+            plans = (original.plan, sparse(original.plan, topk))
+            steps = (decode_step(plan, gpu, context, batch, 1, row.ranks) for plan in plans)
             dense_seconds, sparse_seconds = (step.total for step in steps)
             if sparse_seconds * SPEED_TOLERANCE < dense_seconds:
                 return (
@@ -150,7 +150,7 @@ def analyse(row: Row, gqa: Row) -> str:
         text += f"A step of {label} takes {in_digits(step.total * 1e3)} ms, {share:.0%} of it limited by {step.limit}. "
     text += (
         f"{row.requests} requests of this context (GQA: {gqa.requests}) fit beside the weights, which take "
-        f"{in_bytes(weight_bytes(row.plan))} of {row.gpu.memory_gib:g} GiB."
+        f"{in_bytes(row.weight_bytes)} of {row.gpu.memory_gib:g} GiB."
     )
     if row.drafts:
         reads = row.verify.weight_bytes / row.plain.weight_bytes

@@ -11,9 +11,10 @@ from typing import Any
 from mlaforge.config import by_keywords, whole_number
 from mlaforge.families.spec import LayerSpec, ModelSpec, capture_boundaries
 from mlaforge.ops.row_formats import common_tokens
+from mlaforge.planning.arrangements import arrangements, largest
 from mlaforge.planning.code_plan import coded_plan
 from mlaforge.planning.config import PlanConfig
-from mlaforge.planning.costs import Gpu, experts_touched, weight_bytes
+from mlaforge.planning.costs import Gpu, experts_touched
 from mlaforge.planning.forms import SELECTED_FROM
 from mlaforge.planning.plan import (
     Plan,
@@ -23,8 +24,9 @@ from mlaforge.planning.plan import (
     unconverted,
     window_choices,
 )
+from mlaforge.planning.ranks import Ranks
 from mlaforge.planning.recommendation import Recommendation, analyse, recommend
-from mlaforge.planning.roofline import PARTS, Row, compare, decode_step, in_bytes, in_digits
+from mlaforge.planning.roofline import Row, compare, decode_step, in_bytes, in_digits
 from mlaforge.rendering.table import text_table
 from mlaforge.runtime import UserError
 
@@ -75,10 +77,14 @@ def run_plan(spec: ModelSpec, options: PlanConfig, converted: Plan | None = None
     spec = dataclasses.replace(spec, bits=min(spec.bits, 16.0), layers=tuple(
         dataclasses.replace(layer, mlp_bits=min(layer.mlp_bits, 16.0)) for layer in spec.layers))  # fmt: skip
     context = min(requested_context, spec.max_position_embeddings)
-    rows, notes = compare(spec, gpu, context, options.batch, options.drafts, layers=options.layers)
+    ranks = Ranks(options.tensor_parallel, options.context_parallel)
+    ranks.check(spec)
+    if options.tensor_parallel > 1 and not gpu.link_gbs:
+        raise UserError(f"tensor_parallel {options.tensor_parallel} is for GPUs: name one, such as --gpu h100")
+    rows, notes = compare(spec, gpu, context, options.batch, options.drafts, layers=options.layers, ranks=ranks)
     if options.context and context < requested_context:
         notes.insert(0, f"the model supports {context:,} positions: planned for these, not for {requested_context:,}")
-    if (weights := weight_bytes(rows[0].plan)) > gpu.memory_gib * 2**30:
+    if (weights := rows[0].weight_bytes) > gpu.memory_gib * 2**30:
         notes.insert(0, f"the weights alone take {in_bytes(weights)}, and the machine has {gpu.memory_gib:g} GiB")
     if gpu.name != "cpu":
         notes.append(
@@ -87,10 +93,15 @@ def run_plan(spec: ModelSpec, options: PlanConfig, converted: Plan | None = None
         )
     recommendation, requested = recommend(rows), None
     if plan := _requested_plan(spec, options, converted):
-        row = Row(plan, gpu, context, options.batch, options.drafts)
+        row = Row(plan, gpu, context, options.batch, options.drafts, ranks=ranks)
         requested = next((existing for existing in rows if existing.plan == plan), row)
         rows += [] if any(existing is requested for existing in rows) else [requested]
-    return PlanReport(rows, requested, recommendation, notes)
+    report = PlanReport(rows, requested, recommendation, notes)
+    if (gpus := ranks.tensor) > 1:
+        for row in report.compared():
+            most = largest(row, gpus)
+            notes.append(f"{gpus} {gpu.name} hold most requests of {row.label} as {most.label}: {most.requests:,}")
+    return report
 
 
 def _requested_plan(spec: ModelSpec, options: PlanConfig, converted: Plan | None) -> Plan | None:
@@ -122,15 +133,15 @@ def _loss(percent: float | None) -> str:
 
 
 def _gqa_bytes(row: Row) -> int:
-    return unconverted(row.plan.spec).cache_bytes(row.context)
+    return dataclasses.replace(row, plan=unconverted(row.plan.spec)).cache_bytes(1)
 
 
 # title -> key -> (two-line heading, value of a row, format). T is 1 + drafts query tokens.
 TABLES: dict[str, dict[str, tuple[str, Callable[[Row], Any], Callable[[Any], str]]]] = {
     "Forms": {
-        "model_fraction": ("of GQA's|bytes", lambda r: r.plan.cache_bytes(r.context) / _gqa_bytes(r), _percent),
+        "model_fraction": ("of GQA's|bytes", lambda r: r.cache_bytes(1) / _gqa_bytes(r), _percent),
         "bytes_per_token": ("bytes|per token", lambda r: r.plan.cache_bytes(UNIT) / UNIT, "{:,.0f}".format),
-        "cache_bytes": ("cache of|the batch", lambda r: r.plan.cache_bytes(r.context, r.batch), in_bytes),
+        "cache_bytes": ("cache of|the batch", lambda r: r.cache_bytes(r.batch), in_bytes),
         "requests": ("requests|that fit", lambda r: r.requests, "{:,}".format),
         "step_ms": ("ms a|step", lambda r: r.plain.total * 1e3, in_digits),
         "tokens_per_second": ("tokens/s|", lambda r: r.batch / r.plain.total, in_digits),
@@ -141,7 +152,7 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Row], Any], Callable[[Any], str
         "converted_fraction": ("of GQA's|converted", lambda r: r.plan.converted_fraction, _percent),
         "cached_per_token": ("elements|per token", lambda r: r.plan.cached_per_token, "{:,}".format),
         "bits": ("bits of a|GQA element", lambda r: r.plan.bits, "{:.4g}".format),
-        "weight_bytes": ("weights|", lambda r: weight_bytes(r.plan), in_bytes),
+        "weight_bytes": ("weights|", lambda r: r.weight_bytes, in_bytes),
         "intensity": ("FLOP/byte|1 query", lambda r: r.attention(1).intensity, in_digits),
         "intensity_verify": ("FLOP/byte|T queries", lambda r: r.attention(1 + r.drafts).intensity, in_digits),
         "attention_ms": ("attention|ms", lambda r: r.plain.seconds["attention"] * 1e3, in_digits),
@@ -169,6 +180,10 @@ class PlanReport:
     def best(self) -> Row:
         return self.recommendation.best
 
+    def compared(self) -> list[Row]:
+        """The original, the best and the requested row, without repetitions."""
+        return list({row.label: row for row in (self.rows[0], self.best, self.requested) if row}.values())
+
     def record(self) -> dict[str, str]:
         """Descriptions of model, machine and workload."""
         row, spec, gpu = self.rows[0], self.rows[0].plan.spec, self.rows[0].gpu
@@ -194,6 +209,7 @@ class PlanReport:
             "machine": f"{gpu.name}: {gpu.bf16_tflops:.3g} dense TFLOP/s x {gpu.achievable:g} achievable, "
             f"{gpu.bandwidth_tbs:.3g} TB/s x {gpu.read:g}, {gpu.memory_gib:g} GiB; ridge {gpu.ridge:.3g} FLOP/byte",
             "source": gpu.source,
+            **({"GPUs": f"{row.machine}; bytes and costs are those of one"} if row.ranks.tensor > 1 else {}),
             "workload": f"{row.batch} x {row.context} tokens; T = {1 + row.drafts} query token(s)",
         }
 
@@ -213,13 +229,20 @@ class PlanReport:
                 table.append([mark + row.label, *(show(value(row)) for _, value, show in shown)])
             lines += ["", title, text_table(table, "<>")]
         table = [["", *["read", "GFLOP", "ms"] * 2], ["", *["1 query"] * 3, *["T queries"] * 3]]
-        for part in PARTS:
-            for label, row in {r.label: r for r in (self.rows[0], self.best, self.requested) if r}.items():
-                table.append([f"{part}, {label}"])
+        for part in self.rows[0].plain.costs:
+            for row in self.compared():
+                table.append([f"{part}, {row.label}"])
                 for step in (row.plain, row.verify):
                     cost, ms = step.costs[part], step.seconds[part] * 1e3
                     table[-1] += [in_bytes(cost.bytes), in_digits(cost.flops / 1e9), in_digits(ms)]
         lines += ["", "Parts of a step", text_table(table if drafts else [line[:4] for line in table], "<>")]
+        if entries := self.arrangements():
+            table = [["", "", "cache of a", "requests", "ms a"], ["", "", "request", "that fit", "step"]]
+            for entry in entries:
+                table.append([entry["configuration"], entry["arrangement"], in_bytes(entry["cache_bytes"])])
+                table[-1] += [f"{entry['requests']:,}", in_digits(entry["step_ms"])]
+            title = f"Arrangements of {self.rows[0].ranks.tensor} GPUs, cache per GPU, step of the batch on a replica"
+            lines += ["", title, text_table(table, "<<>")]
         if reads := self.weight_reads():
             table = [
                 ["tokens", "experts of", "weights", "of them", "tokens/s"],
@@ -256,6 +279,20 @@ class PlanReport:
             entries.append({"tokens": tokens, "experts": touched, "bytes": read, "tokens_per_second": rate})
         return entries
 
+    def arrangements(self) -> list[dict[str, Any]]:
+        """What the GPUs of several ranks hold in every arrangement, of the original, the best and the requested row:
+        cache bytes of a request per GPU, requests of all GPUs, ms of a step of the batch. Empty for one GPU."""
+        if (gpus := self.rows[0].ranks.tensor) == 1:
+            return []
+        return [
+            {"configuration": row.label, "arrangement": arrangement.label, "replicas": arrangement.replicas,
+             "tensor_parallel": arrangement.row.ranks.tensor, "context_parallel": arrangement.row.ranks.context,
+             "cache_bytes": arrangement.row.cache_bytes(1), "requests": arrangement.requests,
+             "step_ms": arrangement.row.plain.total * 1e3}
+            for row in self.compared()
+            for arrangement in arrangements(row, gpus)
+        ]  # fmt: skip
+
     def layers(self) -> list[dict[str, Any]]:
         """Cached elements, bytes and bits per token of each layer of the requested configuration; empty if all layers
         are alike."""
@@ -288,7 +325,7 @@ class PlanReport:
         return {"recommendation": self.recommendation.sentence, "reasons": self.recommendation.reasons,
                 "notes": self.notes,
                 "record": self.record(), "rows": rows, "layers": self.layers(),
-                "several_tokens": self.weight_reads(),
+                "several_tokens": self.weight_reads(), "arrangements": self.arrangements(),
                 "window_choices": window_choices(self.best.plan) if self.best.plan.converted else {}}  # fmt: skip
 
 

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mlaforge.families.spec import ModelSpec
-from mlaforge.planning.costs import Cost, Gpu, attention_op, index_op, lm_head, mlp, projections, weight_bytes
+from mlaforge.planning.costs import Cost, Gpu, attention_op, index_op
 from mlaforge.planning.forms import FORMS, Form
 from mlaforge.planning.plan import LayerPlan, Plan, select_layers
+from mlaforge.planning.ranks import ONE_GPU, Ranks
 from mlaforge.runtime import UserError
 
 PARTS = ("attention", "projections", "mlp", "lm_head")
+# A further part if several GPUs share out a model, and its limit.
+EXCHANGE, LINK_LIMIT = "exchange", "link bandwidth"
 # The limits of attention over the cache, and of every other part, by what bounds it.
 CACHE_LIMITS = {"bandwidth": "cache bandwidth", "compute": "attention compute"}
 WEIGHT_LIMITS = {"bandwidth": "weight bandwidth", "compute": "weight compute"}
@@ -45,12 +48,12 @@ class Step:
     @property
     def weight_bytes(self) -> float:
         """Weight bytes read by the step."""
-        return sum(cost.bytes for part, cost in self.costs.items() if part != "attention")
+        return sum(cost.bytes for part, cost in self.costs.items() if part not in ("attention", EXCHANGE))
 
 
-def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1) -> Step:
-    """One step of `batch` requests with `queries` new tokens each and `context` cached ones."""
-    tokens = batch * queries
+def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1, ranks: Ranks = ONE_GPU) -> Step:
+    """One step of `batch` requests with `queries` new tokens each and `context` cached ones, on each of `ranks`."""
+    tokens, share, rank_tokens = batch * queries, ranks.share(plan), ranks.tokens(context)
     costs = dict.fromkeys(PARTS, Cost(0.0, 0.0))
     seconds, limits = dict.fromkeys(PARTS, 0.0), defaultdict[str, float](float)
 
@@ -60,22 +63,26 @@ def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1
         names = CACHE_LIMITS if part == "attention" else WEIGHT_LIMITS
         limits[names[gpu.bound(cost, rows)]] += gpu.seconds(cost, rows)
 
-    for layer, chosen in zip(plan.spec.layers, plan.layers, strict=True):
+    parts = zip(plan.spec.layers, plan.layers, share.spec.layers, share.layers, strict=True)
+    for layer, chosen, heads, cached in parts:
         stored = plan.stored_as(chosen)
         by_layout = stored == "bf16" and chosen.layout in {**gpu.row_bandwidths, **gpu.shares}
         rows = chosen.layout if by_layout else stored
-        run("attention", attention_op(layer, chosen, context, batch, queries, stored, gpu.caches_keys), rows)
-        run("attention", index_op(layer, chosen, context, batch), "index")
-        run("projections", projections(plan.spec, layer, chosen, tokens), "weights")
-        run("mlp", mlp(layer, tokens), "experts" if layer.moe and layer.mlp_bits < 8 else "weights")
-    run("lm_head", lm_head(plan.spec, tokens), "weights")
+        run("attention", attention_op(heads, cached, rank_tokens, batch, queries, stored, gpu.caches_keys), rows)
+        run("attention", index_op(heads, cached, rank_tokens, batch), "index")
+        run("projections", ranks.projections(plan.spec, layer, chosen, tokens), "weights")
+        run("mlp", ranks.mlp(layer, tokens), "experts" if layer.moe and layer.mlp_bits < 8 else "weights")
+    run("lm_head", ranks.lm_head(plan.spec, tokens), "weights")
+    if ranks != ONE_GPU:
+        costs[EXCHANGE] = Cost(0.0, ranks.exchanged_bytes(plan, tokens))
+        limits[LINK_LIMIT] = seconds[EXCHANGE] = costs[EXCHANGE].bytes / gpu.link
     return Step(costs, seconds, dict(limits))
 
 
 @dataclass(frozen=True)
 class Row:
     """One configuration on one machine. plain: step of one token per request; verify: step of 1 + drafts tokens. form:
-    None for a configuration of the user."""
+    None for a configuration of the user. ranks: the GPUs that share it out; bytes and costs are those of one."""
 
     plan: Plan
     gpu: Gpu
@@ -83,6 +90,7 @@ class Row:
     batch: int
     drafts: int
     form: Form | None = None
+    ranks: Ranks = ONE_GPU
 
     @property
     def chosen(self) -> LayerPlan:
@@ -106,11 +114,11 @@ class Row:
 
     @cached_property
     def plain(self) -> Step:
-        return decode_step(self.plan, self.gpu, self.context, self.batch)
+        return decode_step(self.plan, self.gpu, self.context, self.batch, 1, self.ranks)
 
     @cached_property
     def verify(self) -> Step:
-        return decode_step(self.plan, self.gpu, self.context, self.batch, 1 + self.drafts)
+        return decode_step(self.plan, self.gpu, self.context, self.batch, 1 + self.drafts, self.ranks)
 
     def attention(self, queries: int) -> Cost:
         """Cost of the attention op of the converted layers (of every layer if none is) for one request."""
@@ -140,12 +148,33 @@ class Row:
     @property
     def requests(self) -> int:
         """Maximum requests of `context` tokens in the memory that the weights leave, ignoring activations."""
-        free = self.gpu.memory_gib * 2**30 - weight_bytes(self.plan)
-        return max(0, int(free // self.plan.cache_bytes(self.context)))
+        return max(0, int((self.gpu.memory_gib * 2**30 - self.weight_bytes) // self.cache_bytes(1)))
+
+    @property
+    def machine(self) -> str:
+        """Name of the machine: `h100`, or `8 h100 (TP 8, CP 2)`."""
+        ranks = self.ranks
+        return self.gpu.name if ranks == ONE_GPU else f"{ranks.tensor} {self.gpu.name} ({ranks.label})"
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a GPU's weights."""
+        return self.ranks.weight_bytes(self.plan)
+
+    def cache_bytes(self, batch: int) -> int:
+        """Bytes of a GPU's cache of so many requests."""
+        return self.ranks.share(self.plan).cache_bytes(self.ranks.tokens(self.context), batch)
 
 
 def compare(
-    spec: ModelSpec, gpu: Gpu, context: int, batch: int, drafts: int, forms: Sequence[Form] = FORMS, layers: str = "all"
+    spec: ModelSpec,
+    gpu: Gpu,
+    context: int,
+    batch: int,
+    drafts: int,
+    forms: Sequence[Form] = FORMS,
+    layers: str = "all",
+    ranks: Ranks = ONE_GPU,
 ) -> tuple[list[Row], list[str]]:
     """Return a row for each of `forms` that the engine reads directly on such a machine, and a note for each layout
     that the model does not support."""
@@ -156,7 +185,7 @@ def compare(
         readable = ("cpu" if gpu.name == "cpu" else "gpu") in form.devices and (gpu.fp8 or form.stored != "fp8")
         if readable and form.topk(context) < context:
             try:
-                row = Row(form.plan(spec, layers, context), gpu, context, batch, drafts, form)
+                row = Row(form.plan(spec, layers, context), gpu, context, batch, drafts, form, ranks)
                 # At the length where selections were measured, a share of the context is one of the fixed numbers.
                 if all(row.plan != other.plan for other in rows):
                     rows.append(row)
@@ -168,7 +197,7 @@ def compare(
 
 def slowdown(row: Row, gqa: Row, queries: int) -> float:
     """Time of attention over the cache relative to GQA's; layers that stay GQA count in both."""
-    step, gqa_step = (decode_step(r.plan, r.gpu, r.context, r.batch, queries) for r in (row, gqa))
+    step, gqa_step = (decode_step(r.plan, r.gpu, r.context, r.batch, queries, r.ranks) for r in (row, gqa))
     return step.seconds["attention"] / gqa_step.seconds["attention"]
 
 

@@ -21,7 +21,8 @@ from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.vllm_plugin.heads import Heads
-from mlaforge.vllm_plugin.row_cache import Columns, RowCache
+from mlaforge.vllm_plugin.row_cache import CODED_ALIGNMENT, RowCache
+from mlaforge.vllm_plugin.selection import select_together
 
 OP = "mlaforge_attention"
 
@@ -57,23 +58,20 @@ class Attentions:
         """Create the caches. `spec` and `config` have only the rank's heads."""
         layers, windows = layer_caches(spec, config, self.dtype)
         self.kinds = [layer.kind for layer in layers]
+        alignment = CODED_ALIGNMENT if any(layer.format.coded for layer in layers) else self.dtype.itemsize
         caches = []
         for group, window in enumerate(windows):
-            columns = {
-                index: Columns(layer.width, layer.index_bytes)
-                for index, layer in enumerate(layers)
-                if layer.group == group
-            }
+            members = {index: layer for index, layer in enumerate(layers) if layer.group == group}
             # vLLM orders caches by the only number in their name.
-            name = f"{prefix}.layers.{min(columns)}.rows"
-            caches.append(RowCache(name, window, columns, self.dtype, self))
+            name = f"{prefix}.layers.{min(members)}.rows"
+            caches.append(RowCache(name, window, members, self.dtype, alignment, self))
         for cache in caches:
             cache.siblings = caches
         return caches
 
     def layer(self, index: int) -> Attention:
         """Return the module that replaces a decoder layer's attention."""
-        name = next(cache.name for cache in self.caches if index in cache.columns)
+        name = next(cache.name for cache in self.caches if index in cache.layers)
         return Attention(index, name, self.heads.size)
 
     def take(self, name: str, tensor: Tensor) -> bool:
@@ -82,7 +80,7 @@ class Attentions:
         index = self._prefixes.get(f"{prefix}.self_attn.")
         if not rest or index is None:
             return False
-        part = self.heads.share(rest, tensor).to(self.device)
+        part = self.heads.share(rest, tensor, self._by_head(index)).to(self.device)
         self._pending[index][rest] = part.to(self.dtype) if part.is_floating_point() else part.clone()
         return True
 
@@ -93,12 +91,19 @@ class Attentions:
             self.modules[index].requires_grad_(False).eval()
         self._pending = {}
 
+    def _by_head(self, index: int) -> bool:
+        """Whether a layer's index keys are maps of the keys of its heads, not of a latent."""
+        return self.kinds[index] == "gqa" or self.modules[index].qk_norm
+
     def on(self, index: int, rows: PagedRows) -> PagedAttention:
         """Return the paged attention of a layer on its columns of a cache."""
-        format = str(self.dtype).removeprefix("torch.")
-        return make_paged_attention(
+        format, by_head = str(self.dtype).removeprefix("torch."), self._by_head(index)
+        attention = make_paged_attention(
             self.modules[index], self.kinds[index], 0, rows, self.spec.layers[index].sinks, format
         )
+        if self.heads.size > 1 and attention.sparse is not None and attention.sparse.index is not None:
+            select_together(attention.sparse, self.heads.size, by_head)
+        return attention
 
     def step(self, batch: Batch) -> Step:
         """Return a step's tokens with their rotations."""

@@ -30,9 +30,17 @@ class Heads:
         rank_heads = {"num_attention_heads": heads // self.size, "num_key_value_heads": kv_heads // self.kv_parts}
         return {**config, **rank_heads, "head_dim": head_dim}
 
-    def share(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the rank's shard of an attention tensor, such as "o_proj.weight"."""
+    def share(self, name: str, tensor: Tensor, by_head: bool = False) -> Tensor:
+        """Return the rank's shard of an attention tensor, such as "o_proj.weight". by_head: its layer's index keys are
+        maps of the keys of heads."""
         module, _, kind = name.partition(".")
+        if name == "index.query":
+            return tensor.chunk(self.kv_parts)[self.kv_part]
+        if name == "index.key.weight" and by_head:
+            # Summed over ranks, of which several may have the same heads.
+            return tensor.chunk(self.kv_parts, dim=1)[self.kv_part] * (self.kv_parts / self.size)
+        if name == "index.key.bias" and by_head:
+            return tensor / self.size
         if module in QUERY_ROWS:
             return tensor.chunk(self.size)[self.rank]
         if module in KV_ROWS:

@@ -31,23 +31,17 @@ def refuse(vllm_config: Any) -> None:
         raise UserError("converted models do not support pipeline parallelism: all layers share one cache")
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise UserError("converted models do not support context parallelism: a rank reads complete rows")
-    # Keys with norms cannot be absorbed.
-    layout = "" if getattr(config, "mla_qk_norm", False) else " --layout latent_rope"
-    plain = f"mlaforge convert MODEL OUT --budget 0.5{layout}"
-    if getattr(config, "mla_code_counts", None):
+    if (transfer := vllm_config.kv_transfer_config) is not None:
         raise UserError(
-            "this model has coded rows, which vLLM would store unpacked in the model's dtype: use `mlaforge serve`, or "
-            f"`{plain}`"
+            f"KV connector {transfer.kv_connector} is not supported: it would read a row, which holds the bytes of all "
+            "layers, as keys and values; leave out --kv-transfer-config and --kv-offloading-size"
         )
     model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     if (kind := vllm_config.cache_config.cache_dtype) not in ("auto", model_dtype):
-        raise UserError(f"--kv-cache-dtype {kind} is not supported: latents are cached in the model's dtype; use auto")
-    size, heads = parallel.tensor_parallel_size, config.num_attention_heads
-    if size > 1 and getattr(config, "index_kind", None):
         raise UserError(
-            "sparse models do not support tensor parallelism, because all heads of a layer share one selection: "
-            f"`{plain} --dense`"
+            f"--kv-cache-dtype {kind} is not supported: rows are cached as the model was converted; use auto"
         )
+    size, heads = parallel.tensor_parallel_size, config.num_attention_heads
     kv_heads = config.num_key_value_heads
     if heads % size or (kv_heads % size and size % kv_heads):
         raise UserError(f"{heads} query and {kv_heads} KV heads are not divisible among {size} tensor parallel ranks")

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from mlaforge.runtime import UserError
 
 
-def even_pages(widths: Sequence[int], block_size: int, drafted: int = 0) -> tuple[list[int], list[int]]:
-    """Compute block sizes and row widths of groups whose rows need `widths`, so that all pages have one size.
+def even_pages(
+    row_bytes: Sequence[int], block_size: int, drafted: int = 0, alignment: int = 1
+) -> tuple[list[int], list[int]]:
+    """Compute block sizes and row bytes of groups whose rows need `row_bytes`, so that all pages have one size.
 
-    The first group (the layers with full attention, if any) keeps `block_size` and its width. A wider row gets smaller
-    blocks, a narrower one larger blocks, and the rest becomes unused columns. With several groups, the page of a draft
-    head must divide, or be divided by, theirs: the first group's rows grow accordingly.
+    The first group (the layers with full attention, if any) keeps `block_size` and its row. A longer row gets smaller
+    blocks, a shorter one larger blocks, and the rest becomes unused bytes. With several groups, the page of a draft
+    head, `drafted` bytes per token, must divide, or be divided by, theirs: the first group's rows grow accordingly.
+    All are multiples of `alignment` bytes.
     """
+    assert not any(size % alignment for size in (*row_bytes, drafted)), (row_bytes, drafted, alignment)
+    widths, drafted = [size // alignment for size in row_bytes], drafted // alignment
     first = widths[0]
     if len(widths) > 1 and drafted:
         divisors = [d for d in range(first, drafted + 1) if drafted % d == 0]
@@ -32,4 +37,4 @@ def even_pages(widths: Sequence[int], block_size: int, drafted: int = 0) -> tupl
             times = max(k for k in range(1, first // width + 1) if first % k == 0)
             sizes.append(block_size * times)
             filled.append(first // times)
-    return sizes, filled
+    return sizes, [width * alignment for width in filled]

@@ -1,17 +1,17 @@
 """The cache that vLLM allocates for a converted model: one row per token and group of layers with the same window.
 
-A row concatenates the cached data of the group's layers: latents (and rotary keys) of converted layers, keys and values
-of the others, followed, for sparse layers, by the index key. So the bytes of a token are the sum over layers of any
-ranks; separate caches per layer would be padded to the widest one, because vLLM requires equal page sizes. Pages of
-several groups are made equal by block sizes, and by unused columns only in rows of sliding windows, which are few.
+A row concatenates the bytes that the group's layers cache of a token: latents (and rotary keys) of converted layers,
+plain or coded, keys and values of the others, followed, for sparse layers, by the index key. So the bytes of a token
+are the sum over layers of any ranks; separate caches per layer would be padded to the widest one, because vLLM requires
+equal page sizes. Pages of several groups are made equal by block sizes, and by unused bytes only in rows of sliding
+windows, which are few.
 
-Legend: L slots (block * block_size + offset), W elements of a row.
+Legend: L slots (block * block_size + offset), B bytes of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -23,13 +23,17 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from mlaforge.engine.cache.block_tables import CacheGroup
+from mlaforge.engine.cache.kv_cache import LayerCache
 from mlaforge.engine.execution.attention import PagedAttention, Step
 from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.ops.row_formats.plain import Plain, dtype_name
+from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import KEY_TILE
 from mlaforge.runtime import UserError
 from mlaforge.vllm_plugin.pages import even_pages
+
+# Bytes at whose multiples the parts of a row with coded parts begin, so that kernels load whole words.
+CODED_ALIGNMENT = 16
 
 
 class RowBackend(AttentionBackend):
@@ -105,94 +109,90 @@ class Model(Protocol):
         """Return a step's tokens with their rotations."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """A layer's part of a row: `elements`, and an index key of `index_bytes`."""
-
-    elements: int
-    index_bytes: int = 0
-
-    def format(self, dtype: torch.dtype) -> Plain:
-        """Return the format of the elements."""
-        return Plain(self.elements, dtype_name(dtype))
-
-    def width(self, dtype: torch.dtype) -> int:
-        """Return the width in elements of the cache's dtype."""
-        return -(-(self.format(dtype).bytes(1) + self.index_bytes) // dtype.itemsize)
-
-
 class RowCache(AttentionLayerBase):
     """The cache of the layers with one window (None: full attention); vLLM knows it as one layer named `name`.
 
-    `columns` is each layer's part of a row, in order.
+    `layers` says what each layer caches, in the order of the row. Parts begin at multiples of `alignment` bytes.
     """
 
     # vLLM's metadata builders of other layers read this attribute.
     impl = None
 
-    def __init__(self, name: str, window: int | None, columns: dict[int, Columns], dtype: torch.dtype, model: Model):
-        self.name, self.window, self.columns, self.dtype, self.model = name, window, columns, dtype, model
+    def __init__(
+        self, name: str, window: int | None, layers: dict[int, LayerCache], dtype: torch.dtype, alignment: int,
+        model: Model,
+    ):  # fmt: skip
+        self.name, self.window, self.layers, self.dtype = name, window, layers, dtype
+        self.alignment, self.model = alignment, model
         self.siblings: Sequence[RowCache] = (self,)
         self.kv_cache = torch.empty(0)
         self._layers: dict[int, PagedAttention] = {}
         self._step: tuple[Batch, Step] | None = None
 
+    def part_bytes(self, index: int) -> int:
+        """Bytes of a layer's part of a row."""
+        return -(-self.layers[index].block_bytes(1) // self.alignment) * self.alignment
+
     @property
-    def width(self) -> int:
-        """Elements of a token's row."""
-        return sum(columns.width(self.dtype) for columns in self.columns.values())
+    def row_bytes(self) -> int:
+        """Bytes of a token's row."""
+        return sum(map(self.part_bytes, self.layers))
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return RowBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec:
-        block_sizes, widths = even_pages(
-            [cache.width for cache in self.siblings],
+        block_sizes, row_bytes = even_pages(
+            [cache.row_bytes for cache in self.siblings],
             vllm_config.cache_config.block_size,
-            drafted_width(vllm_config),
+            drafted_elements(vllm_config) * self.dtype.itemsize,
+            self.alignment,
         )
         at = self.siblings.index(self)
+        # With a head_size_v other than 0 the bytes would double.
         fields: dict[str, Any] = {
-            "block_size": block_sizes[at], "num_kv_heads": 1, "head_size": widths[at], "head_size_v": 0,
-            "dtype": self.dtype,
+            "block_size": block_sizes[at], "num_kv_heads": 1, "head_size": row_bytes[at], "head_size_v": 0,
+            "dtype": torch.uint8,
         }  # fmt: skip
         if self.window is None:
             return FullAttentionSpec(**fields)
         return SlidingWindowSpec(**fields, sliding_window=self.window)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Bind `kv_cache` [blocks, 1, block_size, W]. vLLM may bind a small one first, for profiling."""
+        """Bind `kv_cache`, uint8 [blocks, 1, block_size, B]. vLLM may bind a small one first, for profiling."""
         if not kv_cache.is_contiguous():
             raise UserError(f"vLLM allocated {self.name} with gaps between pages, which this plugin does not support")
         self.kv_cache = kv_cache
-        rows_LW, begin = kv_cache.view(-1, kv_cache.shape[-1]), 0
-        for index, columns in self.columns.items():
-            end = begin + columns.elements
-            keys = index_keys(rows_LW, end, columns.index_bytes) if columns.index_bytes else None
-            rows = PagedRows(columns.format(self.dtype), rows_LW[:, begin:end], self.dtype, index=keys)
+        rows_LB, begin = kv_cache.view(-1, kv_cache.shape[-1]), 0
+        for index, layer in self.layers.items():
+            end = begin + layer.format.unit_bytes
+            keys = index_keys(rows_LB, end, layer.index_bytes) if layer.index_bytes else None
+            packed = rows_LB[:, begin:end]
+            if isinstance(layer.format, Plain):
+                packed = packed.view(layer.format.torch_dtype)
+            rows = PagedRows(layer.format, packed, self.dtype, index=keys)
             if index in self._layers:
                 self._layers[index].bind_cache(rows)
             else:
                 self._layers[index] = self.model.on(index, rows)
-            begin += columns.width(self.dtype)
+            begin += self.part_bytes(index)
 
     def attend(self, index: int, hidden_NC: Tensor, batch: Batch) -> Tensor:
         """Return the output of a layer's attention, [N, C]."""
         if self._step is None or self._step[0] is not batch:
             self._step = batch, self.model.step(batch)
-        layer = self._layers[index]
-        return layer(hidden_NC, batch.views[layer.group], self._step[1], None)
+        attention = self._layers[index]
+        return attention(hidden_NC, batch.views[attention.group], self._step[1], None)
 
 
-def index_keys(rows_LW: Tensor, begin: int, count: int) -> Tensor:
-    """View the bytes of each row from element `begin` on as index keys: int8 [L / 16, count, 16]."""
-    if len(rows_LW) % KEY_TILE:
+def index_keys(rows_LB: Tensor, begin: int, count: int) -> Tensor:
+    """View `count` bytes of each row from byte `begin` on as index keys: int8 [L / 16, count, 16]."""
+    if len(rows_LB) % KEY_TILE:
         raise UserError(f"a sparse model needs a multiple of {KEY_TILE} tokens per block (--block-size)")
-    first = begin * rows_LW.itemsize
-    return rows_LW.view(torch.int8)[:, first : first + count].unflatten(0, (-1, KEY_TILE)).transpose(1, 2)
+    return rows_LB.view(torch.int8)[:, begin : begin + count].unflatten(0, (-1, KEY_TILE)).transpose(1, 2)
 
 
-def drafted_width(vllm_config: Any) -> int:
+def drafted_elements(vllm_config: Any) -> int:
     """Elements that a draft head's layer caches per token; 0 without a draft head."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle():

@@ -31,7 +31,9 @@ class DecompressedKeys {
 
   bool has(int32_t slot) const { return entries_[slot] >= 0; }
   // Reads the keys at a slot, which are cached.
-  void read(int32_t slot, bf16* to) const { rounded_.read(keys_, &entries_[slot], 1, 0, rounded_.width, to, 0); }
+  void read(int32_t slot, bf16* to) const {
+    rounded_.read({keys_, rounded_.unit_bytes()}, &entries_[slot], 1, 0, rounded_.width, to, 0);
+  }
   void prefetch(int32_t slot) const {
     if (has(slot)) prefetch_bytes(keys_ + entries_[slot] * rounded_.unit_bytes(), rounded_.unit_bytes());
   }
@@ -41,7 +43,7 @@ class DecompressedKeys {
     bytes.resize(rounded_.unit_bytes());
     rounded_.write(keys, bytes.data());
     const int32_t first = 0;
-    rounded_.read(bytes.data(), &first, 1, 0, rounded_.width, to, 0);
+    rounded_.read({bytes.data(), 0}, &first, 1, 0, rounded_.width, to, 0);
   }
 
   // Decompresses the keys that `view` reads and the cache lacks, as many as it has entries for. Nodes of a tree are not at

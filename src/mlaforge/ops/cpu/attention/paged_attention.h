@@ -148,7 +148,7 @@ class RowReader {
   // multiple of 16, as one tile, of which only the first row's address counts.
   RowReader(const Attention& attention, int64_t scratch_rows, bool tiled)
       : attention_(attention), scratch_rows_(CODES ? CHUNK : scratch_rows),
-        stride_(CODES ? attention.rows.unit_bytes() : attention.rows.width),
+        stride_(CODES ? attention.rows.stride() : attention.rows.element_stride()),
         source_(attention.source ? attention.source() : nullptr),
         in_place_(CODES || (!attention.rows.packed() && !attention.source)),
         gathered_(tiled && attention.view.block_size % 16) {
@@ -204,7 +204,7 @@ class RowReader {
       if (!prefetched_) rows.prefetch(current_slots_.slots + end, std::min(STRETCH, current_slots_.to - end), set.keys());
       rows.stage(current_slots_.slots + t, end - t, {set.keys()}, scratch_ + t % scratch_rows_ * stride_, row + t);
       // Rows of a tile that may belong to several blocks are copied next to each other.
-      const ColumnRange copied = CODES ? ColumnRange{0, stride_} : set.keys();
+      const ColumnRange copied = CODES ? ColumnRange{0, rows.unit_bytes()} : set.keys();
       for (int64_t i = std::max(t, current_slots_.path_begin); i < end; ++i) {
         T* scratch_row = scratch_ + i % scratch_rows_ * stride_;
         if (row[i] != scratch_row) std::copy_n(row[i] + copied.first, copied.count, scratch_row + copied.first);

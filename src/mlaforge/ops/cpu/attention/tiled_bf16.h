@@ -111,7 +111,7 @@ class Bf16Tiles {
 
   // Scores [64, 16] of 64 tokens for each group of columns; groups are CHUNK * 16 apart.
   void score(const HeadSet& set, const bf16* const* row, int64_t groups, float* scores, RowReader<bf16>&) const {
-    const int64_t whole = set.D / 32, rest = set.D % 32, bytes = attention_.rows.width * 2;
+    const int64_t whole = set.D / 32, rest = set.D % 32, bytes = attention_.rows.element_stride() * 2;
     const bf16* queries = queries_;
     for (int64_t g = 0; g < groups; ++g)
       score_tiles(row, set.k, bytes, queries + g * steps_ * 512, whole, scores + g * CHUNK * 16, false);

@@ -106,7 +106,7 @@ class Int8Tiles {
       const uint8_t* queries = queries_ + g * steps_ * 2048;
       const Scales scales = this->scales(g, false);
       for (int64_t t = 0; t < 64; t += 32) {
-        score_codes(row + t, set.k, attention_.rows.unit_bytes(), queries, step_, steps_, high, low);
+        score_codes(row + t, set.k, attention_.rows.stride(), queries, step_, steps_, high, low);
         float* out = scores + g * CHUNK * 16 + t * 16;
         for (int64_t i = 0; i < 32; ++i) {
           if (i % 4 == 0) reader.prefetch_step();

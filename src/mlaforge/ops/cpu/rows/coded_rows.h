@@ -61,16 +61,14 @@ struct CodedRows {
     std::memcpy(to + scale_offset_, rotary.data() + rotary_.scales_offset(), 2);
   }
 
-  // Decodes elements [first, last) of the rows at `slots` to their columns of `count` rows, `stride` elements apart.
-  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
-            int64_t stride) const {
+  void read(Units units, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows, int64_t stride) const {
     const int64_t end = std::min(last, rank);
     for (const Run& run : runs_)
       if (run.first < end && run.first + run.count > first)
-        read_run(run, packed, slots, count, first, end, rows, stride, std::make_integer_sequence<int, MAX_BITS>());
+        read_run(run, units, slots, count, first, end, rows, stride, std::make_integer_sequence<int, MAX_BITS>());
     const int64_t from = std::max<int64_t>(first - rank, 0), until = last - rank;
     for (int64_t t = 0; t < count && from < until; ++t) {
-      const uint8_t* row = packed + slots[t] * bytes_;
+      const uint8_t* row = units.at(slots[t]);
       const Floats scale = broadcast((const bf16*)(row + scale_offset_));
       const auto* codes = (const int8_t*)(row + rope_offset_);
       for (int64_t i = from; i < until; i += 16)
@@ -79,9 +77,7 @@ struct CodedRows {
   }
 
   // Prefetches a whole row: every range of elements has bits in most planes.
-  void prefetch(const uint8_t* packed, int64_t slot, int64_t, int64_t) const {
-    prefetch_bytes(packed + slot * unit_bytes(), unit_bytes());
-  }
+  void prefetch(Units units, int64_t slot, int64_t, int64_t) const { prefetch_bytes(units.at(slot), unit_bytes()); }
 
  private:
   static constexpr int64_t WIDTHS[4] = {8, 4, 2, 1};  // bits of a code in each plane
@@ -158,15 +154,15 @@ struct CodedRows {
   }
 
   template <int... B>
-  void read_run(const Run& run, const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last,
-                bf16* rows, int64_t stride, std::integer_sequence<int, B...>) const {
-    ((run.bits == B + 1 ? read_run<B + 1>(run, packed, slots, count, first, last, rows, stride) : void()), ...);
+  void read_run(const Run& run, Units units, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
+                int64_t stride, std::integer_sequence<int, B...>) const {
+    ((run.bits == B + 1 ? read_run<B + 1>(run, units, slots, count, first, last, rows, stride) : void()), ...);
   }
 
   template <int B>
-  void read_run(const Run& run, const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last,
-                bf16* rows, int64_t stride) const {
-    const int64_t begin = std::max<int64_t>(0, first - run.first) / BLOCK * BLOCK, bytes = bytes_;
+  void read_run(const Run& run, Units units, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
+                int64_t stride) const {
+    const int64_t begin = std::max<int64_t>(0, first - run.first) / BLOCK * BLOCK;
     const int64_t end = std::min(run.count, last - run.first);
     for (int64_t i = begin; i < end; i += BLOCK) {
       // Block by block, so that offsets and masks stay in registers for all rows.
@@ -176,9 +172,9 @@ struct CodedRows {
       // A last block that is not full spills into columns that are decoded later, if there are any.
       const bool readable = i + BLOCK <= run.count || run.readable, whole = run.first + i + BLOCK <= last;
       for (int64_t t = 0; readable && whole && t < count; ++t)
-        decode<B>(packed + slots[t] * bytes, offsets, to + t * stride);
+        decode<B>(units.at(slots[t]), offsets, to + t * stride);
       for (int64_t t = 0; !(readable && whole) && t < count; ++t)
-        read_part<B>(packed + slots[t] * bytes, offsets, std::min(BLOCK, run.count - i), readable, to + t * stride);
+        read_part<B>(units.at(slots[t]), offsets, std::min(BLOCK, run.count - i), readable, to + t * stride);
     }
   }
 

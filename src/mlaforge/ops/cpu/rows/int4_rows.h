@@ -37,21 +37,18 @@ struct Int4Rows {
     }
   }
 
-  // Decodes elements [first, last) of the rows at `slots` to their columns of `count` rows, `stride` elements apart.
-  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
-            int64_t stride) const {
+  void read(Units units, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows, int64_t stride) const {
     // Consecutive tokens of one unit are decoded together.
     for (int64_t t = 0, end; t < count; t = end) {
       for (end = t + 1; end < count && slots[end] == slots[end - 1] + 1 && slots[end] % TOKENS;) ++end;
       const int64_t token = slots[t] % TOKENS;
-      read_unit(packed + slots[t] / TOKENS * unit_bytes(), token, token + end - t, first, last, rows + t * stride,
-                stride);
+      read_unit(units.at(slots[t] / TOKENS), token, token + end - t, first, last, rows + t * stride, stride);
     }
   }
 
   // Prefetches elements [first, last) of a row, and its share of the unit's scales.
-  void prefetch(const uint8_t* packed, int64_t slot, int64_t first, int64_t last) const {
-    const uint8_t* bytes = packed + slot / TOKENS * unit_bytes();
+  void prefetch(Units units, int64_t slot, int64_t first, int64_t last) const {
+    const uint8_t* bytes = units.at(slot / TOKENS);
     const int64_t t = slot % TOKENS, C = channels(), codes = TOKENS * C;
     const int64_t scale_bytes = (4 * C + 4 * TOKENS * heads) / TOKENS;
     if (first < C) {

@@ -37,16 +37,13 @@ struct Int8Rows {
     }
   }
 
-  // Decodes elements [first, last) of the rows at `slots` to their columns of `count` rows, `stride` elements apart.
-  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
-            int64_t stride) const {
-    const int64_t bytes = unit_bytes();
+  void read(Units units, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows, int64_t stride) const {
     for (int64_t group = 0, group_begin = 0; group_begin < last; group_begin += group_sizes[group++]) {
       const int64_t from = std::max(group_begin, first), end = std::min(group_begin + group_sizes[group], last);
       const int64_t scale_offset = scales_offset() + 2 * group;
       if (from >= end) continue;
       for (int64_t t = 0; t < count; ++t) {
-        const uint8_t* packed_row = packed + slots[t] * bytes;
+        const uint8_t* packed_row = units.at(slots[t]);
         const auto* codes = (const int8_t*)packed_row;
         const Floats scale16 = broadcast((const bf16*)(packed_row + scale_offset));
         bf16* row = rows + t * stride;
@@ -58,7 +55,7 @@ struct Int8Rows {
   }
 
   // Prefetches elements [first, last) of a row, without its scales.
-  void prefetch(const uint8_t* packed, int64_t slot, int64_t first, int64_t last) const {
-    prefetch_bytes(packed + slot * unit_bytes() + first, last - first);
+  void prefetch(Units units, int64_t slot, int64_t first, int64_t last) const {
+    prefetch_bytes(units.at(slot) + first, last - first);
   }
 };

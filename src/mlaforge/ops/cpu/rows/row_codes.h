@@ -2,6 +2,14 @@
 #pragma once
 #include "simd/vectors.h"
 
+// The units of a packed cache: unit number i begins `stride` bytes after unit number i - 1.
+struct Units {
+  const uint8_t* first;
+  int64_t stride;
+
+  const uint8_t* at(int64_t i) const { return first + i * stride; }
+};
+
 // A row is int8 codes in the order of its elements, then, from byte `scales_offset` on, one bf16 scale per group.
 struct RowCodes {
   std::vector<int64_t> group_sizes;  // elements of each group

@@ -7,9 +7,9 @@
 //   explicit <Name>Rows(at::IntArrayRef)       from the descriptor's other numbers
 //   width, unit_bytes()                        elements of a row; bytes of a unit
 //   write(rows, unit)                          packs TOKENS contiguous rows of bf16 into a unit
-//   read(packed, slots, count, first, last, rows, stride)   decodes elements [first, last) of the rows at `slots` to their
+//   read(units, slots, count, first, last, rows, stride)    decodes elements [first, last) of the rows at `slots` to their
 //                                              columns of `count` rows, `stride` elements apart
-//   prefetch(packed, slot, first, last)        prefetches elements [first, last) of a row
+//   prefetch(units, slot, first, last)         prefetches elements [first, last) of a row
 //   codes()                                    optional: kernels may multiply the codes of the rows in place (row_codes.h)
 #pragma once
 #include <memory>
@@ -24,9 +24,9 @@ class RowFormat {
 
   virtual ~RowFormat() = default;
   virtual void write(const bf16* rows, uint8_t* unit) const = 0;
-  virtual void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
+  virtual void read(Units units, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
                     int64_t stride) const = 0;
-  virtual void prefetch(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last) const = 0;
+  virtual void prefetch(Units units, const int32_t* slots, int64_t count, int64_t first, int64_t last) const = 0;
 
  protected:
   RowFormat(int64_t width, int64_t unit_bytes, int64_t tokens, std::optional<RowCodes> codes)
@@ -41,13 +41,13 @@ class FormatRows final : public RowFormat {
 
   void write(const bf16* rows, uint8_t* unit) const override { format_.write(rows, unit); }
 
-  void read(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
+  void read(Units units, const int32_t* slots, int64_t count, int64_t first, int64_t last, bf16* rows,
             int64_t stride) const override {
-    format_.read(packed, slots, count, first, last, rows, stride);
+    format_.read(units, slots, count, first, last, rows, stride);
   }
 
-  void prefetch(const uint8_t* packed, const int32_t* slots, int64_t count, int64_t first, int64_t last) const override {
-    for (int64_t t = 0; t < count; ++t) format_.prefetch(packed, slots[t], first, last);
+  void prefetch(Units units, const int32_t* slots, int64_t count, int64_t first, int64_t last) const override {
+    for (int64_t t = 0; t < count; ++t) format_.prefetch(units, slots[t], first, last);
   }
 
  private:

@@ -22,42 +22,47 @@ class Rows {
   int64_t width;
 
   // Unquantized rows only.
-  Rows(bf16* unquantized, int64_t width) : width(width), unquantized_(unquantized) {}
+  Rows(bf16* unquantized, int64_t width) : width(width), unquantized_(unquantized), unquantized_stride_(width) {}
 
   // From the arguments of the ops: plain rows (format 0), or rows packed in `format` (its descriptor) with `unquantized`,
-  // the rows of the other blocks.
+  // the rows of the other blocks. Rows are as far apart as the tensors' strides say: vLLM's cache has those of all layers
+  // side by side.
   Rows(const at::Tensor& rows, const std::optional<at::Tensor>& unquantized, at::IntArrayRef format) {
-    TORCH_CHECK(rows.is_contiguous() && (!unquantized || unquantized->is_contiguous()), "rows are not contiguous");
+    TORCH_CHECK(rows.stride(1) == 1 && (!unquantized || unquantized->stride(1) == 1), "elements of a row are not contiguous");
     if (format[0] == 0) {
-      width = rows.size(1), unquantized_ = rows.mutable_data_ptr<bf16>();
+      width = rows.size(1), unquantized_ = rows.mutable_data_ptr<bf16>(), unquantized_stride_ = rows.stride(0);
       return;
     }
     format_ = RowFormats::find(format), width = format_->width;
-    packed_ = rows.mutable_data_ptr<uint8_t>(), slots_ = rows.size(0) * format_->tokens;
+    packed_ = rows.mutable_data_ptr<uint8_t>(), stride_ = rows.stride(0), slots_ = rows.size(0) * format_->tokens;
     TORCH_CHECK(rows.size(1) == format_->unit_bytes, format_->tokens, " rows in format ", format, " have ",
                 format_->unit_bytes, " bytes, these have ", rows.size(1));
     TORCH_CHECK(!unquantized || unquantized->size(1) == width, "unquantized rows are not ", width, " wide");
-    if (unquantized) unquantized_ = unquantized->mutable_data_ptr<bf16>();
+    if (unquantized) unquantized_ = unquantized->mutable_data_ptr<bf16>(), unquantized_stride_ = unquantized->stride(0);
   }
 
   bool packed() const { return packed_; }
   int64_t unit_tokens() const { return format_->tokens; }
-  int64_t unit_bytes() const { return format_ ? format_->unit_bytes : 2 * width; }
+  int64_t unit_bytes() const { return format_->unit_bytes; }
+  int64_t stride() const { return stride_; }  // bytes from one packed unit to the next
+  // Elements from one row to the next, as kernels read them: staged in scratch if packed, else in place.
+  int64_t element_stride() const { return packed_ ? width : unquantized_stride_; }
 
   // Writes a token's row.
   void write_row(int64_t slot, const bf16* row) const {
     if (slot >= slots_) {
-      std::copy_n(row, width, unquantized_ + (slot - slots_) * width);
+      std::copy_n(row, width, unquantized(slot));
     } else {
       TORCH_INTERNAL_ASSERT(format_->tokens == 1, "a row alone is not packed");
-      format_->write(row, packed_ + slot * format_->unit_bytes);
+      format_->write(row, packed_ + slot * stride_);
     }
   }
 
   // Packs the unquantized rows of a unit, from slot `from` on, into the unit at slot `to`.
   void pack_unit(int64_t from, int64_t to) const {
     TORCH_INTERNAL_ASSERT(packed_ && from >= slots_ && to < slots_, "rows are packed from whole blocks");
-    format_->write(unquantized_ + (from - slots_) * width, packed_ + to / format_->tokens * format_->unit_bytes);
+    TORCH_INTERNAL_ASSERT(unquantized_stride_ == width, "a unit is packed from consecutive rows");
+    format_->write(unquantized(from), packed_ + to / format_->tokens * stride_);
   }
 
   // Layout of the codes if all rows have codes that are multiplied in place.
@@ -71,13 +76,13 @@ class Rows {
     for (int64_t t = 0, end; t < count; t = end) {
       end = t + 1;
       if (slots[t] >= slots_) {
-        row[t] = unquantized_ + (slots[t] - slots_) * width;
+        row[t] = unquantized(slots[t]);
         continue;
       }
       while (end < count && slots[end] < slots_) ++end;
       for (int64_t i = t; i < end; ++i) row[i] = scratch + i * width;
       for (const ColumnRange& range : ranges)
-        if (range.count) format_->read(packed_, slots + t, end - t, range.first, range.end(), scratch + t * width, width);
+        if (range.count) format_->read(units(), slots + t, end - t, range.first, range.end(), scratch + t * width, width);
     }
   }
 
@@ -85,38 +90,42 @@ class Rows {
   void read(const int32_t* slots, int64_t count, int64_t elements, bf16* rows, int64_t stride) const {
     for (int64_t t = 0, end; t < count; t = end) {
       for (end = t; end < count && slots[end] < slots_;) ++end;
-      if (end > t) format_->read(packed_, slots + t, end - t, 0, elements, rows + t * stride, stride);
+      if (end > t) format_->read(units(), slots + t, end - t, 0, elements, rows + t * stride, stride);
       for (; end < count && slots[end] >= slots_; ++end)
-        std::memcpy((void*)(rows + end * stride), unquantized_ + (slots[end] - slots_) * width, 2 * elements);
+        std::memcpy((void*)(rows + end * stride), unquantized(slots[end]), 2 * elements);
     }
   }
 
   // Sets `row` to the rows at `count` slots in place, as codes.
   void stage(const int32_t* slots, int64_t count, const ColumnRanges&, int8_t*, const int8_t** row) const {
-    const int64_t bytes = format_->unit_bytes;
-    for (int64_t t = 0; t < count; ++t) row[t] = (const int8_t*)packed_ + slots[t] * bytes;
+    for (int64_t t = 0; t < count; ++t) row[t] = (const int8_t*)units().at(slots[t]);
   }
 
   // Prefetches codes `range` of a row.
   void prefetch_codes(int64_t slot, ColumnRange range) const {
-    prefetch_bytes(packed_ + slot * format_->unit_bytes + range.first, range.count);
+    prefetch_bytes(units().at(slot) + range.first, range.count);
   }
 
   // Prefetches elements `range` of the rows at `count` slots.
   void prefetch(const int32_t* slots, int64_t count, ColumnRange range) const {
     for (int64_t t = 0, end; t < count; t = end) {
       for (end = t; end < count && slots[end] < slots_;) ++end;
-      if (end > t) format_->prefetch(packed_, slots + t, end - t, range.first, range.end());
+      if (end > t) format_->prefetch(units(), slots + t, end - t, range.first, range.end());
       for (; end < count && slots[end] >= slots_; ++end)
-        prefetch_bytes(unquantized_ + (slots[end] - slots_) * width + range.first, 2 * range.count);
+        prefetch_bytes(unquantized(slots[end]) + range.first, 2 * range.count);
     }
   }
 
  private:
+  Units units() const { return {packed_, stride_}; }
+  bf16* unquantized(int64_t slot) const { return unquantized_ + (slot - slots_) * unquantized_stride_; }
+
   std::shared_ptr<const RowFormat> format_;  // null for unquantized rows only
   uint8_t* packed_ = nullptr;
+  int64_t stride_ = 0;  // bytes from one packed unit to the next
   int64_t slots_ = 0;  // packed slots
   bf16* unquantized_ = nullptr;  // rows of the other slots
+  int64_t unquantized_stride_ = 0;  // elements from one of them to the next
 };
 
 // Packs full unquantized blocks `from` into packed blocks `to`.
