@@ -41,7 +41,7 @@ def heads_of(rank: int, ranks: Ranks, layer) -> tuple[set[int], set[int], set[in
 
 
 @pairwise(
-    {"config": {"20b": GPT_OSS, "llama": LLAMA, "smollm2": SMOLLM2}, "form": FORMS.values(), "gpus": [2, 3, 4, 8]},
+    {"config": {"20b": GPT_OSS, "llama": LLAMA, "smollm2": SMOLLM2}, "form": FORMS, "gpus": [2, 3, 4, 8]},
     more=0,
 )  # fmt: skip
 def test_cache_of_a_rank(config, form, gpus):
