@@ -206,6 +206,7 @@ def test_decoding_sequences_miss_no_step_unless_blocks_are_short(requests, max_n
         assert sum(upto - sequence.computed for sequence, upto in plan.chunks) <= scheduler.max_num_batched_tokens
         scheduled = {sequence for sequence, _ in plan.chunks}
         assert len(scheduled) == len(plan.chunks) and not any(s.waiting_for_grammar for s in scheduled)
+        assert scheduled <= set(scheduler.running), "none was preempted after it was scheduled"
         if scheduler.preemptions == preempted:
             assert decoding <= scheduled
             # And neither decoding sequences nor their drafts stop all prompts.

@@ -102,7 +102,8 @@ class Scheduler:
                 budget -= _cost(sequence, ends.get(sequence, sequence.computed), budget)
             if not self._start_waiting(queue, budget, scheduled):
                 # Running prompts that gave way to waiting ones, which lack blocks, get what is left.
-                self._reserve(self._left_out(prompts, ends, scheduled), scheduled)
+                left = self._left_out(prompts, ends, scheduled)
+                self._reserve(left, scheduled, preempts=not scheduled.chunks)
                 lacking = True
         if lacking and prompts and not scheduled.chunks:
             # The sequences with a share of the step lack blocks; the running prompts that remain have theirs.
@@ -144,8 +145,9 @@ class Scheduler:
             return sorted(prompts, key=rank) + waiting
         return sorted(prompts + waiting, key=rank)
 
-    def _reserve(self, ends: dict[Sequence, int], scheduled: SchedulerOutput) -> None:
-        """Schedule the running sequences of `ends` up to these positions; preempt the newest where blocks are short."""
+    def _reserve(self, ends: dict[Sequence, int], scheduled: SchedulerOutput, preempts: bool = True) -> None:
+        """Schedule the running sequences of `ends` up to these positions. Where blocks are short, preempt the newest or,
+        where the step has scheduled others before, leave the sequence out."""
         for index, sequence in enumerate(list(self.running)):
             if index >= len(self.running):
                 # This sequence and those after it were preempted.
@@ -158,13 +160,13 @@ class Scheduler:
                 # Without its draft.
                 upto = len(sequence.token_ids)
                 copies = self.tables.reserve(sequence.number, upto)
-            while copies is None:
+            while copies is None and preempts:
                 last = self.running[-1]
                 self._preempt(last)
                 if last is sequence:
                     break
                 copies = self.tables.reserve(sequence.number, upto)
-            else:
+            if copies is not None:
                 scheduled.chunks.append((sequence, upto))
                 scheduled.copies += copies
 
