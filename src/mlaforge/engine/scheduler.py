@@ -146,8 +146,8 @@ class Scheduler:
         return sorted(prompts + waiting, key=rank)
 
     def _reserve(self, ends: dict[Sequence, int], scheduled: SchedulerOutput, preempts: bool = True) -> None:
-        """Schedule the running sequences of `ends` up to these positions. Where blocks are short, preempt the newest or,
-        where the step has scheduled others before, leave the sequence out."""
+        """Schedule the running sequences of `ends` up to these positions. Where blocks are short, preempt the newest;
+        not where the step has scheduled others before: then leave the sequence out."""
         for index, sequence in enumerate(list(self.running)):
             if index >= len(self.running):
                 # This sequence and those after it were preempted.
