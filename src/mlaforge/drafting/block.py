@@ -1,0 +1,125 @@
+"""`draft train --kind block`: block heads (DFlash, arXiv:2602.06036), trained on every column of a text at once.
+
+The block of a column is the next token and one masked place per drafted token. It sees itself and the target's states
+up to the column; blocks do not see each other. As in drafting, place j predicts the token at its own position.
+
+Legend: B rows, T tokens, A columns of a row, N tokens of a block, C hidden size, S concatenated captured states, H
+heads, K key-value heads, D head dimension, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.data.packing import Rows
+from mlaforge.drafting.config import DraftTrainConfig
+from mlaforge.drafting.head_kind import HeadKind, boundaries, layer_config
+from mlaforge.drafting.initialize import INIT_STD, Text
+from mlaforge.drafting.objective import DraftObjective, States, visible
+from mlaforge.modeling.block_head import BlockConfig, BlockHead
+
+# The language model head stays the target's.
+TIED = "lm_head.weight"
+
+
+def decay(block_size: int) -> float:
+    """Weight of the loss of a place relative to the place before: exp(-1 / γ). The paper's γ is about half of the block
+    size (7, 5 and 4 for 16, 10 and 8)."""
+    return math.exp(-2 / block_size)
+
+
+class BlockObjective(DraftObjective):
+    """Objective of a block head. For the arguments see DraftObjective."""
+
+    def __init__(self, head: BlockHead, target: Any, embedding: Tensor, target_head: Tensor, per_row: float):
+        size = head.config.block_size
+        super().__init__(head, target, embedding, target_head, size - 1, decay(size), per_row)
+
+    def outputs(self, rows: Rows, states: States, at_BA: Tensor) -> list[Tensor]:
+        head, places = self.student, self.drafted
+        fused_BTC = head.fuse(states.captured.to(head.fc.weight.dtype)).view(*rows.ids.shape, -1)
+        newest = F.embedding(self.token(rows, at_BA, 1), self.embedding).to(fused_BTC.dtype)
+        masked = head.mask_embedding.to(fused_BTC.dtype).expand(*at_BA.shape, -1, -1)
+        hidden_BANC = torch.cat((newest[:, :, None], masked), dim=2)
+        angles = head.angles(fused_BTC, rows.positions)
+        # Positions [B, A, N] of each block's tokens in their text.
+        places_N = torch.arange(1, 2 + places, device=at_BA.device)
+        positions = rows.positions.gather(1, at_BA)[..., None] + places_N
+        cos, sin = (table.unflatten(1, positions.shape[1:]) for table in head.angles(fused_BTC, positions.flatten(1)))
+        mask_BAT = visible(rows, at_BA, places + 1, head.config.sliding_window)
+        for number, layer in enumerate(head.layers):
+            attention, x = layer.self_attn, layer.input_layernorm(hidden_BANC)
+            earlier, block = attention.keys_values(fused_BTC, *angles), attention.keys_values(x, cos, sin)
+            if number + 1 == len(head.layers):
+                # Nobody reads the last layer's output at the newest token.
+                x, hidden_BANC, cos, sin = (part[:, :, 1:] for part in (x, hidden_BANC, cos, sin))
+            q = attention.queries(x, cos, sin) * attention.scaling
+            hidden_BANC = hidden_BANC + attention.o_proj(attend(q, earlier, block, mask_BAT))
+            hidden_BANC = hidden_BANC + layer.mlp(layer.post_attention_layernorm(hidden_BANC))
+        return list(hidden_BANC.unbind(2))
+
+
+def attend(
+    q_BAHND: Tensor, earlier: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], mask_BAT: Tensor
+) -> Tensor:  # fmt: skip
+    """Return the attention of blocks, [B, A, N, H·D], to earlier keys and values [B, K, T, D], of which a column sees
+    those in the mask, and to all of their own [B, A, K, M, D]."""
+    B, A, H, N, D = q_BAHND.shape
+    (k_BKTD, v_BKTD), (k_BAKMD, v_BAKMD) = earlier, block
+    K, T = k_BKTD.shape[1:3]
+    q = q_BAHND.reshape(B, A, K, H // K * N, D)
+    scores = (q.transpose(1, 2).flatten(2, 3) @ k_BKTD.mT).view(B, K, A, -1, T)
+    scores = scores.masked_fill(~mask_BAT[:, None, :, None], torch.finfo(scores.dtype).min)
+    own = (q @ k_BAKMD.mT).transpose(1, 2)
+    p = torch.cat((scores, own), dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
+    attended = (p[..., :T].flatten(2, 3) @ v_BKTD).view(B, K, A, -1, D).transpose(1, 2)
+    attended = attended + p[..., T:].transpose(1, 2) @ v_BAKMD
+    return attended.reshape(B, A, H, N, D).transpose(2, 3).flatten(3)
+
+
+class BlockKind(HeadKind):
+    """A block of masked places that one pass fills (modeling/block_head.py)."""
+
+    name = "block"
+
+    def new_config(self, source: SourceModel, config: DraftTrainConfig, size: int) -> BlockConfig:
+        spec = source.spec
+        return BlockConfig(
+            layer_config(source, config, config.layers), spec.hidden_size, size,
+            boundaries(config.boundaries, spec.num_layers), config.block_size, config.sliding_window or None,
+            fc_norm=True,
+        )  # fmt: skip
+
+    def make(self, shape: BlockConfig) -> BlockHead:
+        return BlockHead(shape)
+
+    @torch.no_grad()
+    def initialize(self, head: BlockHead, text: Text, target_head: Tensor, seed: int) -> None:
+        """The language model head is the target's. `fc` predicts the target's next final state by least squares, and
+        the final norm restores that state's size; everything else is random."""
+        generator: Any = torch.Generator().manual_seed(seed)
+        for parameter in head.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=INIT_STD, generator=generator)
+        moments = text.moments(None)
+        head.fc.weight.copy_(moments.solve()[: head.fc.in_features].mT)
+        head.norm.weight.fill_(moments.finals.diagonal().mean().sqrt())
+        head.lm_head.weight.copy_(target_head)
+
+    def objective(
+        self, head: BlockHead, target: Any, embedding: Tensor, target_head: Tensor, config: DraftTrainConfig,
+        per_row: float,
+    ) -> DraftObjective:  # fmt: skip
+        return BlockObjective(head, target, embedding, target_head, per_row)
+
+    def draft_tokens(self, shape: BlockConfig) -> int:
+        return shape.block_size - 1
+
+    def trained(self, head: BlockHead) -> list[str]:
+        return [name for name in super().trained(head) if name != TIED]
