@@ -11,7 +11,7 @@ HEADS = {
     "plain": {},
     "two layers": {"layers": 2, "fc_norm": True, "draft_vocab_size": 260},
     "window": {"sliding_window": 9, "layers": 2},
-    "long block": {"block_size": 9, "boundaries": (1, 3)},
+    "long block": {"block_size": 9, "boundaries": (1, 2)},
 }
 
 

@@ -132,7 +132,8 @@ class BlockHead(nn.Module):
         positions = torch.arange(P + 1 + places, device=hidden.device)
         cos, sin = self.angles(hidden, positions[None])
         visible = positions > P + places - (self.config.sliding_window or len(positions))
-        for layer in self.layers:
+        layers: Any = self.layers
+        for layer in layers:
             attention, x = layer.self_attn, layer.input_layernorm(hidden)
             q = attention.queries(x, cos[:, P:], sin[:, P:])
             k, v = attention.keys_values(torch.cat((fused, x), dim=1), cos, sin)

@@ -29,6 +29,7 @@ from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
+from mlaforge.engine.speculation.draft_sampling import sample_drafts
 from mlaforge.engine.speculation.drafter import Draft, Drafter, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops.paged_rows import PagedRows
@@ -99,12 +100,6 @@ def _drafts(chains: list[_Depth], min_probability: float) -> dict[Sequence, Draf
     return {s: Draft(ids, torch.stack(qs[s]) if qs[s] else None) for s, ids in tokens.items()}
 
 
-def sample_distribution(distribution_V: Tensor, generator: torch.Generator) -> Tensor:
-    """Sample a token of a distribution [V], int64 []. The same draw as torch.multinomial, which first validates the
-    distribution: on a GPU the host would wait for that."""
-    return (distribution_V / torch.empty_like(distribution_V).exponential_(generator=generator)).argmax()
-
-
 class EagleDrafter(Drafter):
     """Drafts a chain per sequence, greedily for greedy requests, otherwise sampled from the head's distribution; or a
     tree for a single sequence.
@@ -172,6 +167,7 @@ class EagleDrafter(Drafter):
             if replayed is not None:
                 return replayed
         probability_S = torch.ones(len(active), dtype=torch.float64, device=self.model.device)
+        vocabulary = self.model.spec.vocab_size
         with span("DRAFT", self.model.device):
             for depth in range(max(count for _, count in active)):
                 if depth:
@@ -192,7 +188,9 @@ class EagleDrafter(Drafter):
                     # NaN where the head's logits are not finite.
                     probability_S = probability_S * logits_SV.float().softmax(-1).amax(-1)
                 sequences = [sequence for sequence, _ in active]
-                chains.append(_Depth(sequences, *self._sample(logits_SV, sequences), probability_S))
+                chains.append(
+                    _Depth(sequences, *sample_drafts(logits_SV, sequences, self.target_ids, vocabulary), probability_S)
+                )
         return chains
 
     def _uniform(self, active: list[tuple[Sequence, int]]) -> bool:
@@ -285,19 +283,6 @@ class EagleDrafter(Drafter):
             position = sequence.computed + depth - 1
             chunks.append(Chunk(sequence.number, range(position + 1), position, position + 1))
         return self.head.next(out_SC, token_ids_S, self._make_batch(chunks))
-
-    def _sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> tuple[Tensor, list[Tensor | None]]:
-        """Draft tokens as target ids, int64 [S], and the distribution [V] of each that was sampled."""
-        tokens_S = likeliest(logits_SV)
-        qs: list[Tensor | None] = [None] * len(sequences)
-        for i, sequence in enumerate(sequences):
-            params = sequence.request.params
-            if not params.greedy:
-                distribution_V = (logits_SV[i].float() / params.temperature).softmax(-1)
-                tokens_S[i] = sample_distribution(distribution_V, sequence.state.generator)
-                q_V = distribution_V.new_zeros(self.model.spec.vocab_size)
-                qs[i] = q_V.index_copy_(0, self.target_ids, distribution_V)
-        return self.target_ids[tokens_S], qs
 
     def stages(self, states_NS: Tensor, next_ids: list[int], chunk: Chunk) -> dict[str, Tensor]:
         """Intermediate outputs for one text under the names of drafting/parity.py; `chunk` is its room in the cache."""
