@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from mlaforge.artifact import MANIFEST, Manifest
 from mlaforge.checkpoint import loading, reader
-from mlaforge.checkpoint.eagle3 import read_head, write_head
+from mlaforge.checkpoint.draft_head import read_head
+from mlaforge.checkpoint.eagle3 import write_head
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.config import resolve
 from mlaforge.conversion import convert
@@ -98,18 +99,29 @@ def speculation_stats(target, head, prompts):
     return llm.engine.stats().speculation.block()
 
 
-def test_the_engine_accepts_a_trained_heads_drafts(train_head, target, text, tmp_path):
-    """An overfitted head with a draft vocabulary; its validation acceptance equals the engine's."""
+@pytest.mark.parametrize(
+    ("kind", "options"), [("eagle3", {}), ("block", {"steps": 160, "learning_rate": 0.05, "kv_heads": 4})]
+)
+def test_the_engine_accepts_a_trained_heads_drafts(kind, options, train_head, target, text, tmp_path):
+    """An overfitted head with a draft vocabulary; its validation acceptance equals the engine's. A block head's
+    language model head stays the target's."""
     vocabulary.run(str(target), [text], tmp_path / "vocab", VocabularyConfig(size=256))
     head, manifest = train_head(
-        vocabulary=str(tmp_path / "vocab"), steps=80, batch_tokens=256, micro_tokens=256, evaluate_every=40,
-        sliding_window=8, learning_rate=0.03,
+        vocabulary=str(tmp_path / "vocab"), kind=kind, batch_tokens=256, micro_tokens=256, evaluate_every=40,
+        sliding_window=8, **{"steps": 80, "learning_rate": 0.03, **options},
     )  # fmt: skip
     curve, losses = manifest.metrics["curve"], manifest.metrics["losses"]
     assert sum(losses[-10:]) < 0.2 * sum(losses[:10])
     assert manifest.metrics["best"]["acceptance_length"] == max(point["acceptance_length"] for point in curve) > 2.5
     train_answers, validation_answers = dataset.split(dataset.read_answers(text)[1])
-    config = read_head(head, 3).config
+    # The start, a linear map, knows the first token often.
+    assert curve[0]["acceptance"][0] > 0.4
+    trained = read_head(head, 3)
+    config = trained.config
+    if kind == "block":
+        target_head = loading.load_model(target, "float32").lm_head.weight[trained.target_ids]
+        assert torch.equal(trained.lm_head.weight, target_head.half().float())
+        assert config.block_size == 4 and trained.fc.weight.std() > 0
     assert config.draft_vocab_size == 256 and config.sliding_window == 8 and config.boundaries == (0, 1, 3)
     block = speculation_stats(target, head, [answer.prompt_ids for answer in train_answers])
     assert block["mean_acceptance_rate"] > 0.9, (block, curve)
@@ -239,11 +251,12 @@ def test_initialises_from_another_head(dtype, train_head, converted, tmp_path):
         train_head("other", init=str(tmp_path / "others"), boundaries=None)
 
 
-def test_a_killed_run_resumes_bitwise(train_head, target, text, tmp_path):
-    whole, manifest = train_head("whole")
-    config = DraftTrainConfig(text=(str(text),), **OPTIONS)
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_a_killed_run_resumes_bitwise(kind, train_head, target, text, tmp_path):
+    whole, manifest = train_head("whole", kind=kind)
+    config = DraftTrainConfig(text=(str(text),), kind=kind, **OPTIONS)
     killed_after((2, 4), train, [target], tmp_path / "killed", config)
-    again, resumed = train_head("killed")
+    again, resumed = train_head("killed", kind=kind)
     assert resumed.metrics["losses"] == manifest.metrics["losses"] and len(resumed.metrics["losses"]) == 6
     assert resumed.fingerprint == manifest.fingerprint
     check_same_tensors(whole, again)
@@ -303,14 +316,14 @@ sharding.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", [True, False])
-def test_two_processes_match_one(cache, train_head, target, text, tmp_path):
+@pytest.mark.parametrize(("cache", "kind"), [(True, "eagle3"), (False, "eagle3"), (True, "block")])
+def test_two_processes_match_one(cache, kind, train_head, target, text, tmp_path):
     """FSDP2 over gloo, with a sharded target or a cache."""
-    whole, manifest = train_head("whole", cache=cache)
+    whole, manifest = train_head("whole", cache=cache, kind=kind)
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    options = {"text": [str(text)], **OPTIONS, "cache": cache}
+    options = {"text": [str(text)], **OPTIONS, "cache": cache, "kind": kind}
     done = subprocess.run(
         [*command, str(target), str(tmp_path / "sharded"), json.dumps(options)], capture_output=True, text=True,
         timeout=600,

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data.packing import Rows
+from mlaforge.drafting.block_init import initialize_block_head
 from mlaforge.drafting.config import DraftTrainConfig
 from mlaforge.drafting.head_kind import HeadKind, boundaries, layer_config
-from mlaforge.drafting.initialize import INIT_STD, Text
+from mlaforge.drafting.initialize import Text
 from mlaforge.drafting.objective import DraftObjective, States, visible
 from mlaforge.modeling.block_head import BlockConfig, BlockHead
 
@@ -99,18 +100,8 @@ class BlockKind(HeadKind):
     def make(self, shape: BlockConfig) -> BlockHead:
         return BlockHead(shape)
 
-    @torch.no_grad()
     def initialize(self, head: BlockHead, text: Text, target_head: Tensor, seed: int) -> None:
-        """The language model head is the target's. `fc` predicts the target's next final state by least squares, and
-        the final norm restores that state's size; everything else is random."""
-        generator: Any = torch.Generator().manual_seed(seed)
-        for parameter in head.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=INIT_STD, generator=generator)
-        moments = text.moments(None)
-        head.fc.weight.copy_(moments.solve()[: head.fc.in_features].mT)
-        head.norm.weight.fill_(moments.finals.diagonal().mean().sqrt())
-        head.lm_head.weight.copy_(target_head)
+        initialize_block_head(head, text, target_head, seed)
 
     def objective(
         self, head: BlockHead, target: Any, embedding: Tensor, target_head: Tensor, config: DraftTrainConfig,
