@@ -43,27 +43,39 @@ class BlockObjective(DraftObjective):
         super().__init__(head, target, embedding, target_head, size - 1, decay(size), per_row)
 
     def outputs(self, rows: Rows, states: States, at_BA: Tensor) -> list[Tensor]:
-        head, places = self.student, self.drafted
-        fused_BTC = head.fuse(states.captured.to(head.fc.weight.dtype)).view(*rows.ids.shape, -1)
-        newest = F.embedding(self.token(rows, at_BA, 1), self.embedding).to(fused_BTC.dtype)
-        masked = head.mask_embedding.to(fused_BTC.dtype).expand(*at_BA.shape, -1, -1)
-        hidden_BANC = torch.cat((newest[:, :, None], masked), dim=2)
-        angles = head.angles(fused_BTC, rows.positions)
-        # Positions [B, A, N] of each block's tokens in their text.
-        places_N = torch.arange(1, 2 + places, device=at_BA.device)
-        positions = rows.positions.gather(1, at_BA)[..., None] + places_N
-        cos, sin = (table.unflatten(1, positions.shape[1:]) for table in head.angles(fused_BTC, positions.flatten(1)))
-        mask_BAT = visible(rows, at_BA, places + 1, head.config.sliding_window)
-        for number, layer in enumerate(head.layers):
-            attention, x = layer.self_attn, layer.input_layernorm(hidden_BANC)
-            earlier, block = attention.keys_values(fused_BTC, *angles), attention.keys_values(x, cos, sin)
-            if number + 1 == len(head.layers):
-                # Nobody reads the last layer's output at the newest token.
-                x, hidden_BANC, cos, sin = (part[:, :, 1:] for part in (x, hidden_BANC, cos, sin))
-            q = attention.queries(x, cos, sin) * attention.scaling
-            hidden_BANC = hidden_BANC + attention.o_proj(attend(q, earlier, block, mask_BAT))
-            hidden_BANC = hidden_BANC + layer.mlp(layer.post_attention_layernorm(hidden_BANC))
-        return list(hidden_BANC.unbind(2))
+        captured = states.captured.view(*rows.ids.shape, -1)
+        newest = F.embedding(self.token(rows, at_BA, 1), self.embedding)
+        mask_BAT = visible(rows, at_BA, self.drafted + 1, self.student.config.sliding_window)
+        return list(block_outputs(self.student, captured, newest, rows.positions, at_BA, mask_BAT).unbind(2))
+
+
+def block_outputs(
+    head: BlockHead, states_BTS: Tensor, newest_BAC: Tensor, positions_BT: Tensor, at_BA: Tensor, mask_BAT: Tensor
+) -> Tensor:
+    """Return the outputs before the final norm at the masked places of the blocks of columns at_BA, [B, A, places, C].
+
+    newest_BAC: embeddings of the columns' next tokens. positions_BT: of the states in their texts. mask_BAT: the states
+    that a column's block sees."""
+    places, dtype = head.config.block_size - 1, head.fc.weight.dtype
+    fused_BTC = head.fuse(states_BTS.to(dtype))
+    masked = head.mask_embedding.to(dtype).expand(*at_BA.shape, -1, -1)
+    hidden_BANC = torch.cat((newest_BAC[:, :, None].to(dtype), masked), dim=2)
+    angles = head.angles(fused_BTC, positions_BT)
+    # Positions [B, A, N] of each block's tokens in their text.
+    steps_N = torch.arange(1, 2 + places, device=at_BA.device)
+    positions = positions_BT.gather(1, at_BA)[..., None] + steps_N
+    cos, sin = (table.unflatten(1, positions.shape[1:]) for table in head.angles(fused_BTC, positions.flatten(1)))
+    layers: Any = head.layers
+    for number, layer in enumerate(layers, start=1):
+        attention, x = layer.self_attn, layer.input_layernorm(hidden_BANC)
+        earlier, block = attention.keys_values(fused_BTC, *angles), attention.keys_values(x, cos, sin)
+        if number == len(layers):
+            # Nobody reads the last layer's output at the newest token.
+            x, hidden_BANC, cos, sin = (part[:, :, 1:] for part in (x, hidden_BANC, cos, sin))
+        q = attention.queries(x, cos, sin) * attention.scaling
+        hidden_BANC = hidden_BANC + attention.o_proj(attend(q, earlier, block, mask_BAT))
+        hidden_BANC = hidden_BANC + layer.mlp(layer.post_attention_layernorm(hidden_BANC))
+    return hidden_BANC
 
 
 def attend(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mlaforge.artifact import MANIFEST, Manifest, finished, record_name, writing
-from mlaforge.checkpoint.eagle3 import read_head, write_head
+from mlaforge.checkpoint.draft_head import read_head, write_head
 from mlaforge.checkpoint.reader import SINGLE, fingerprint
 from mlaforge.drafting.config import DraftExportConfig
 from mlaforge.drafting.dataset import EXPORT_STAGE

@@ -18,6 +18,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from mlaforge.engine.config import MAX_DRAFT_TOKENS
 from mlaforge.engine.execution.batch import Batch, Chunk
 from mlaforge.engine.execution.block_head import PagedBlockHead
 from mlaforge.engine.execution.model import EngineModel
@@ -45,7 +46,7 @@ class BlockDrafter(Drafter):
         self, head: BlockHead, model: EngineModel, rows: Items[PagedRows], make_batch: Callable[[list[Chunk]], Batch]
     ):
         self.model, self.boundaries, self._make_batch = model, head.config.boundaries, make_batch
-        self.longest = head.config.block_size - 1
+        self.longest = min(head.config.block_size - 1, MAX_DRAFT_TOKENS)
         self.target_ids = head.target_ids.to(model.device)
         self.head = PagedBlockHead(head, model, rows)
 
