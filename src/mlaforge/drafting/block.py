@@ -89,8 +89,8 @@ def attend(
     q = q_BAHND.reshape(B, A, K, H // K * N, D)
     scores = (q.transpose(1, 2).flatten(2, 3) @ k_BKTD.mT).view(B, K, A, -1, T)
     scores = scores.masked_fill(~mask_BAT[:, None, :, None], torch.finfo(scores.dtype).min)
-    own = (q @ k_BAKMD.mT).transpose(1, 2)
-    p = torch.cat((scores, own), dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
+    in_block = (q @ k_BAKMD.mT).transpose(1, 2)
+    p = torch.cat((scores, in_block), dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
     attended = (p[..., :T].flatten(2, 3) @ v_BKTD).view(B, K, A, -1, D).transpose(1, 2)
     attended = attended + p[..., T:].transpose(1, 2) @ v_BAKMD
     return attended.reshape(B, A, H, N, D).transpose(2, 3).flatten(3)

@@ -223,4 +223,6 @@ def _train(
         written = kind.make(shape)
         written.load_state_dict({**buffers(shape, ids), **frozen, **trainer.trained_weights(best=True)})
         write_head(written, partial)
-    manifest.metrics = {"text": texts.described, "parameters": parameters, **trainer.metrics()}
+    manifest.metrics = {
+        "text": texts.described, "parameters": parameters, "draft_tokens": kind.draft_tokens(shape), **trainer.metrics()
+    }  # fmt: skip

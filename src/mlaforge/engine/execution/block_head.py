@@ -24,6 +24,10 @@ from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.modeling.block_head import BlockHead
 from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.runtime import on_device
+
+# Token id at a masked place.
+MASK = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +71,24 @@ class PagedBlockHead:
         for layer in self.layers:
             layer.attention.store(fused_NC, batch.views[0], step)
 
-    def __call__(self, newest_ids: Tensor, places: Sequence[int], batch: Batch) -> Tensor:
-        """Return the logits [N, V] of all masked places, sequence after sequence.
+    def __call__(self, blocks: Sequence[Sequence[int]], batch: Batch) -> Tensor:
+        """Return the logits [N, V] at all places of each block but its first, the newest token's.
 
-        newest_ids: newest token of each sequence, int64. places: its masked places. batch: of the rows of both, to
-        which the block's keys and values are written."""
-        newest = F.embedding(newest_ids, self.embedding)
-        parts = [
-            part for row, count in zip(newest, places, strict=True) for part in (row[None], self.mask_embedding[:count])
-        ]
-        hidden_NC, view, step = torch.cat(parts), mutual_view(batch.views[0]), Step.make(batch, self.angles)
+        blocks: token ids, MASK at masked places. batch: of their rows, to which keys and values are written."""
+        ids = [token for block in blocks for token in block]
+        places = [place for block in blocks for place in range(len(block))]
+        masked = [row for row, token in enumerate(ids) if token == MASK]
+        drafted = [row for row, place in enumerate(places) if place]
+        device = self.mask_embedding.device
+        # One transfer to the device; padding for masked rows, which are overwritten.
+        indices = [max(token, 0) for token in ids], masked, [places[row] - 1 for row in masked], drafted
+        flat = on_device([number for part in indices for number in part], torch.int64, device)
+        ids_N, masked_M, masks_M, drafted_N = flat.split([len(part) for part in indices])
+        hidden_NC = F.embedding(ids_N, self.embedding)
+        hidden_NC.index_copy_(0, masked_M, self.mask_embedding.index_select(0, masks_M))
+        view, step = mutual_view(batch.views[0]), Step.make(batch, self.angles)
         for layer in self.layers:
             hidden_NC = layer.attention(layer.input_norm(hidden_NC), view, step, hidden_NC)
             hidden_NC = layer.mlp(layer.post_attention_norm(hidden_NC), hidden_NC)
-        # Without the rows of the newest tokens.
-        blocks = hidden_NC.split([1 + count for count in places])
-        logits: Tensor = self.lm_head(self.norm(torch.cat([rows[1:] for rows in blocks])))
+        logits: Tensor = self.lm_head(self.norm(hidden_NC.index_select(0, drafted_N)))
         return logits

@@ -10,6 +10,7 @@ Legend: N rows, S sequences, K drafted tokens, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from mlaforge.engine.config import MAX_DRAFT_TOKENS
 from mlaforge.engine.execution.batch import Batch, Chunk
-from mlaforge.engine.execution.block_head import PagedBlockHead
+from mlaforge.engine.execution.block_head import MASK, PagedBlockHead
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.request.sequence import Sequence
@@ -28,7 +29,15 @@ from mlaforge.engine.speculation.draft_sampling import sample_drafts
 from mlaforge.engine.speculation.drafter import Draft, Drafter
 from mlaforge.modeling.block_head import BlockHead
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.runtime import on_device
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A filled place: its token, the head's highest probability there, and the distribution [V] it was sampled from."""
+
+    token_id: int
+    probability: float
+    q_V: Tensor | None
 
 
 class BlockDrafter(Drafter):
@@ -39,8 +48,13 @@ class BlockDrafter(Drafter):
     rows        the cache of its layers
     make_batch  builds batches on the head's cache group
 
-    The host waits for the device once per step. The probability of a path is the product of the highest probabilities
-    of its places."""
+    The host waits for the device once per pass. The probability of a path is the product of the highest probabilities
+    of its places.
+
+    denoise_steps   passes per draft, experimental: later ones fill the less likely places of greedy requests again, in
+                    view of the likelier tokens
+    watch           is called with a sequence and its drafted tokens after every pass
+    """
 
     def __init__(
         self, head: BlockHead, model: EngineModel, rows: Items[PagedRows], make_batch: Callable[[list[Chunk]], Batch]
@@ -49,6 +63,8 @@ class BlockDrafter(Drafter):
         self.longest = min(head.config.block_size - 1, MAX_DRAFT_TOKENS)
         self.target_ids = head.target_ids.to(model.device)
         self.head = PagedBlockHead(head, model, rows)
+        self.denoise_steps = 1
+        self.watch: Callable[[Sequence, list[int]], None] | None = None
 
     @torch.inference_mode()
     def observe(self, starts: Items[tuple[Sequence, int]], states_NS: Tensor) -> None:
@@ -61,32 +77,59 @@ class BlockDrafter(Drafter):
     def propose(self, budgets: Items[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose."""
         assert self.longest is not None
-        sequences, places = [s for s, _ in budgets], [min(count, self.longest) for _, count in budgets]
-        chunks, newest = [], []
-        for sequence, count in zip(sequences, places, strict=True):
+        chunks, blocks, sequences = [], [], [sequence for sequence, _ in budgets]
+        for sequence, count in budgets:
             assert len(sequence.token_ids) == sequence.computed + 1, "a block begins with the newest token"
-            stop = sequence.computed + 1 + count
+            blocks.append([sequence.token_ids[-1], *[MASK] * min(count, self.longest)])
+            stop = sequence.computed + len(blocks[-1])
             chunks.append(Chunk(sequence.number, range(stop), sequence.computed, stop))
-            newest.append(sequence.token_ids[-1])
+        probabilities = bool(min_probability) or self.denoise_steps > 1
         with span("DRAFT", self.model.device):
-            ids_S = on_device(newest, torch.int64, self.model.device)
-            logits_NV = self.head(ids_S, places, self._make_batch(chunks))
-            of_rows = [s for s, count in zip(sequences, places, strict=True) for _ in range(count)]
-            token_ids_N, qs = sample_drafts(logits_NV, of_rows, self.target_ids, self.model.spec.vocab_size)
-            read = [token_ids_N.double()]
-            if min_probability:
-                # NaN where the head's logits are not finite.
-                read.append(logits_NV.float().softmax(-1).amax(-1).double())
-            # The host reads all at once, in fp64, which represents every token id exactly.
-            token_ids, *probabilities = torch.stack(read).tolist()
-        drafts: list[Draft | None] = []
-        stop = 0
-        for count in places:
-            rows = slice(stop, stop := stop + count)
-            if probabilities:
-                paths = itertools.accumulate(probabilities[0][rows], operator.mul)
-                rows = slice(rows.start, rows.start + sum(path >= min_probability for path in paths))
-            ids = [int(token) for token in token_ids[rows]]
-            sampled = [q_V for q_V in qs[rows] if q_V is not None]
-            drafts.append(Draft(ids, torch.stack(sampled) if sampled else None))
-        return drafts
+            filled = self._fill(sequences, blocks, self._make_batch(chunks), probabilities)
+            # A sampled token's distribution may not depend on the tokens after it.
+            greedy = [i for i, sequence in enumerate(sequences) if sequence.request.params.greedy]
+            for step in range(1, self.denoise_steps if greedy else 1):
+                likely = {i: likeliest_places(filled[i], step / self.denoise_steps) for i in greedy}
+                for i, chosen in likely.items():
+                    blocks[i][1:] = [MASK if place is None else place.token_id for place in chosen]
+                batch = self._make_batch([chunks[i] for i in greedy])
+                again = self._fill([sequences[i] for i in greedy], [blocks[i] for i in greedy], batch, True)
+                for i, places in zip(greedy, again, strict=True):
+                    filled[i] = [old or new for old, new in zip(likely[i], places, strict=True)]
+        return [_draft(places, min_probability) for places in filled]
+
+    def _fill(
+        self, sequences: Items[Sequence], blocks: list[list[int]], batch: Batch, probabilities: bool
+    ) -> list[list[Place]]:
+        """Run the head on blocks; return what stands at the places of each, with probabilities on demand, else 1."""
+        logits_NV = self.head(blocks, batch)
+        of_rows = [s for s, block in zip(sequences, blocks, strict=True) for _ in block[1:]]
+        token_ids_N, qs = sample_drafts(logits_NV, of_rows, self.target_ids, self.model.spec.vocab_size)
+        read = [token_ids_N.double()]
+        if probabilities:
+            read.append(logits_NV.float().softmax(-1).amax(-1).double())
+        # The host reads all at once, in fp64, which represents every token id exactly.
+        token_ids, *highest = torch.stack(read).tolist()
+        rows = zip(token_ids, highest[0] if highest else [1.0] * len(qs), qs, strict=True)
+        places = (Place(int(token), probability, q_V) for token, probability, q_V in rows)
+        filled = [list(itertools.islice(places, len(block) - 1)) for block in blocks]
+        if self.watch is not None:
+            for sequence, of_block in zip(sequences, filled, strict=True):
+                self.watch(sequence, [place.token_id for place in of_block])
+        return filled
+
+
+def likeliest_places(places: list[Place], share: float) -> list[Place | None]:
+    """Return a share of the places, at least one, the likeliest, and None for the others."""
+    count = max(1, round(share * len(places)))
+    order = sorted(range(len(places)), key=lambda i: -places[i].probability)
+    return [place if i in order[:count] else None for i, place in enumerate(places)]
+
+
+def _draft(places: list[Place], min_probability: float) -> Draft:
+    """Cut before the first place whose path is less likely than `min_probability`."""
+    paths = itertools.accumulate((place.probability for place in places), operator.mul)
+    # Probabilities fall along a path; NaN, where the head's logits are not finite, is below any.
+    places = places[: sum(path >= min_probability for path in paths)]
+    sampled = [place.q_V for place in places if place.q_V is not None]
+    return Draft([place.token_id for place in places], torch.stack(sampled) if sampled else None)
