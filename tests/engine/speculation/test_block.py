@@ -109,3 +109,36 @@ def test_host_reads_blocks_once_per_step(tiny_models, tmp_path, monkeypatch):
 def test_rejects_trees(tiny_models, tmp_path):
     with pytest.raises(UserError, match="block head, which drafts no trees"):
         watched(tiny_models["llama"], speculative=str(saved(tmp_path / "head")), speculative_tree_tokens=8)
+
+
+def test_a_second_pass_fills_the_less_likely_places_again(tiny_models, tmp_path):
+    """In view of the likelier tokens. Greedy tokens stay plain decoding's; sampled requests take one pass."""
+    directory, folder = tiny_models["llama"], saved(tmp_path / "head", layers=2)
+    oracle, head = Oracle(directory), read_head(folder, 3)
+    llm = watched(directory, speculative=str(folder), adaptive_speculation=False)
+    drafter, passes = llm.engine.speculation.drafter, []
+    drafter.denoise_steps, drafter.watch = 2, lambda sequence, ids: passes.append((len(sequence.token_ids), ids))
+    seen = recorded(drafter)
+    for output in llm.generate([BASES[0], BASES[1][:9]], greedy(12)):
+        oracle.check(output.prompt_token_ids, output.outputs[0].token_ids, 12)
+    embedding, masks = oracle.model.get_input_embeddings().weight, head.mask_embedding.detach().clone()
+    head_ids = head.target_ids.tolist()
+    changed = 0
+    for text, count, draft in seen:
+        first = draft_logits(head, oracle, text, count)
+        highest, indices = first.softmax(-1).max(-1)
+        chosen = highest.topk(max(1, round(count / 2))).indices.tolist()
+        for place in chosen:
+            head.mask_embedding[place] = embedding[head.target_ids[indices[place]]]
+        second = draft_logits(head, oracle, text, count)
+        head.mask_embedding.copy_(masks)
+        for place, token in enumerate(draft.token_ids):
+            logits = (first if place in chosen else second)[place]
+            assert float(logits.max() - logits[head_ids.index(token)]) < 1e-3
+        changed += bool((second.argmax(-1) != indices)[[p for p in range(count) if p not in chosen]].any())
+    assert changed > 3 and len(passes) == 2 * len(seen)
+    passes.clear()
+    llm.generate([BASES[0]], SamplingParams(temperature=1.0, seed=1, max_tokens=5, ignore_eos=True))
+    lengths = [length for length, _ in passes]
+    assert len(lengths) == len(set(lengths)) > 0
+    idle(llm.engine)
