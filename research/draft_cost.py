@@ -68,7 +68,9 @@ class Timed:
         width = self.engine.model.spec.hidden_size * len(drafter.boundaries)
         for rows in (1, 4):
             states = torch.randn(rows, width, dtype=self.engine.model.dtype)
-            self._time(f"observe {rows}", lambda n=rows, s=states: drafter.observe([(sequence, sequence.computed - n)], s))
+            self._time(
+                f"observe {rows}", lambda n=rows, s=states: drafter.observe([(sequence, sequence.computed - n)], s)
+            )
         tables.rewind(sequence.number, sequence.computed)
         self.engine.step()
 
@@ -99,10 +101,7 @@ def main() -> None:
     for _ in range(options.steps):
         for engine in timed.values():
             engine.step(options.places)
-    rows = [
-        [name, *(medians(values[5:]) for values in engine.seconds.values())]
-        for name, engine in timed.items()
-    ]
+    rows = [[name, *(medians(values[5:]) for values in engine.seconds.values())] for name, engine in timed.items()]
     print(markdown_table([["head", *timed["block"].seconds], *rows]))
 
 

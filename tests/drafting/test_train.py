@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from mlaforge.artifact import MANIFEST, Manifest
-from mlaforge.checkpoint import loading, reader
+from mlaforge.checkpoint import draft_head, loading, reader
 from mlaforge.checkpoint.draft_head import read_head
 from mlaforge.checkpoint.eagle3 import write_head
 from mlaforge.checkpoint.source_model import SourceModel
@@ -31,6 +31,7 @@ from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.runtime import Resumable, UserError
 from mlaforge.sparsity import sparsify
 from mlaforge.sparsity.config import SparsifyConfig
+from support import block_heads
 from support.eagle3_heads import make
 from support.engine_driver import greedy, watched
 from support.killed import check_same_tensors, killed_after
@@ -41,6 +42,8 @@ OPTIONS = {
     "checkpoint_every": 2, "boundaries": "0,1,3", "device": "cpu",
 }  # fmt: skip
 NUM_PROMPTS, NEW_TOKENS = 48, 24
+# What heads that draft in one pass need to learn as much.
+LONGER = {"steps": 160, "learning_rate": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +103,7 @@ def speculation_stats(target, head, prompts):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("eagle3", {}), ("block", {"steps": 160, "learning_rate": 0.05, "kv_heads": 4})]
+    ("kind", "options"), [("eagle3", {}), ("parallel", LONGER), ("block", {**LONGER, "kv_heads": 4})]
 )
 def test_the_engine_accepts_a_trained_heads_drafts(kind, options, train_head, target, text, tmp_path):
     """An overfitted head with a draft vocabulary; its validation acceptance equals the engine's. A block head's
@@ -251,7 +254,27 @@ def test_initialises_from_another_head(dtype, train_head, converted, tmp_path):
         train_head("other", init=str(tmp_path / "others"), boundaries=None)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_kinds_of_heads_to_start_from(train_head, tmp_path):
+    """A parallel head starts from an EAGLE-3 head or a parallel one; no other kind from another."""
+    layer = {"head_dim": 8, "num_attention_heads": 4}
+    for name, head in (("eagle3", make(layer=layer, boundaries=(1, 2, 3))),
+                       ("block", block_heads.make(layer=layer, boundaries=(1, 2, 3)))):  # fmt: skip
+        (tmp_path / name).mkdir()
+        draft_head.write_head(head, tmp_path / name, torch.float32)
+    options = {"boundaries": None, "steps": 1, "learning_rate": 1e-9}
+    first, _ = train_head("first", kind="parallel", init=str(tmp_path / "eagle3"), **options)
+    second, _ = train_head("second", kind="parallel", init=str(first), **options)
+    old, states = read_head(tmp_path / "eagle3", 3), [read_head(folder, 3) for folder in (first, second)]
+    assert all(head.config.mask_token_id is not None and float(head.mask_state.std()) > 0.5 for head in states)
+    for name, tensor in old.state_dict().items():
+        torch.testing.assert_close(states[0].state_dict()[name], tensor, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(states[1].mask_state, states[0].mask_state, rtol=1e-3, atol=1e-3)
+    for kind, init in (("eagle3", "first"), ("eagle3", "block"), ("parallel", "block"), ("block", "eagle3")):
+        with pytest.raises(UserError, match="give another --kind or --init"):
+            train_head("other", kind=kind, init=str(tmp_path / init), **options)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "parallel", "block"])
 def test_a_killed_run_resumes_bitwise(kind, train_head, target, text, tmp_path):
     whole, manifest = train_head("whole", kind=kind)
     config = DraftTrainConfig(text=(str(text),), kind=kind, **OPTIONS)

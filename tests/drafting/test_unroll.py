@@ -37,7 +37,12 @@ def draft_by_passes(head, embedding, ids, states, column, unrolls):
         mask = (distance >= 0) & (distance < (head.config.sliding_window or 10**6))
         out = head(hidden, F.embedding(ids[None, 1 : n + 1], embedding), torch.arange(n)[None], mask)
         outs.append(out[0, -1])
-        hidden = torch.cat((hidden, head.fed_back(out[:, -1:])), dim=1)
+        if head.config.mask_token_id is None:
+            hidden = torch.cat((hidden, head.fed_back(out[:, -1:])), dim=1)
+        else:
+            hidden = torch.cat((hidden, head.mask_state[None, None]), dim=1)
+            ids = ids.clone()
+            ids[column + 2 :] = head.config.mask_token_id
         if column + 2 + j >= len(ids):
             break
     return torch.stack(outs)
@@ -115,7 +120,8 @@ def test_outputs_depend_on_visible_positions_only(name, place_, unroll, token):
             # The first token of a text is not an input of any position.
             expected = document_start <= reads and column - reads < window
         else:
-            expected = bool(token) and reads <= column + unroll
+            masked = model.student.config.mask_token_id is not None
+            expected = bool(token) and reads <= column + unroll and not masked
         assert bool(moved[row, n]) == expected, (column, document_start, reads)
 
 

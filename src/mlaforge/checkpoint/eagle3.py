@@ -43,6 +43,7 @@ SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 RULES = {
     "target_hidden_size": COUNT,
     "draft_vocab_size": COUNT,
+    "mask_token_id": whole(0),
     "eagle_config": OBJECT,
     "eagle_aux_hidden_state_layer_ids": list_of(whole(-1)),
 }
@@ -103,6 +104,7 @@ def head_config(
             layer, int(config_dict.get("target_hidden_size") or layer.hidden_size),
             int(config_dict.get("draft_vocab_size") or layer.vocab_size), boundaries,
             config_dict.get("sliding_window"), has_embed_tokens=has_embedding,
+            mask_token_id=config_dict.get("mask_token_id"),
             **{name: bool(eagle.get(name, False)) for name in SWITCHES},
         )  # fmt: skip
     except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
@@ -242,6 +244,7 @@ def write_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.flo
         "eagle_aux_hidden_state_layer_ids": list(config.boundaries),
         "eagle_aux_hidden_state_convention": CONVENTIONS[0], "tie_word_embeddings": False,
         **{name: getattr(config, name) for name in SWITCHES},
+        **({} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}),
     }  # fmt: skip
     save_tensors(head, directory, dtype, config_json)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mlaforge.checkpoint.draft_head import DraftHead
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data.packing import Rows
 from mlaforge.drafting.block_init import initialize_block_head
@@ -24,6 +25,7 @@ from mlaforge.drafting.head_kind import HeadKind, boundaries, layer_config
 from mlaforge.drafting.initialize import Text
 from mlaforge.drafting.objective import DraftObjective, States, visible
 from mlaforge.modeling.block_head import BlockConfig, BlockHead
+from mlaforge.runtime import UserError
 
 # The language model head stays the target's.
 TIED = "lm_head.weight"
@@ -114,6 +116,11 @@ class BlockKind(HeadKind):
 
     def initialize(self, head: BlockHead, text: Text, target_head: Tensor, seed: int) -> None:
         initialize_block_head(head, text, target_head, seed)
+
+    def adopt(self, head: DraftHead, source: SourceModel, seed: int) -> BlockHead:
+        if not isinstance(head, BlockHead):
+            raise UserError("the head is no block head; give another --kind or --init")
+        return head
 
     def objective(
         self, head: BlockHead, target: Any, embedding: Tensor, target_head: Tensor, config: DraftTrainConfig,

@@ -49,8 +49,8 @@ class DraftTrainConfig(Options):
 
     text: tuple[str, ...] | None = option(None, "output of `draft regenerate` with MODEL", repeat=True)
     kind: str = option(
-        "eagle3", "eagle3: one drafted token a pass; block: all of them in one pass, with less acceptance",
-        choices=("eagle3", "block"),
+        "eagle3", "eagle3: one drafted token a pass; in one pass, with less acceptance: parallel, an EAGLE-3 head with "
+        "masked inputs, and block, masked places that see each other", choices=("eagle3", "parallel", "block"),
     )  # fmt: skip
     vocabulary: str | None = option(None, "output of `draft vocab`; default: the whole vocabulary")
     init: str | None = option(
@@ -66,7 +66,7 @@ class DraftTrainConfig(Options):
         0, "key-value heads of a new head, 0: as many as MODEL; more heads copy better but need more cache",
         "heads", least=0,
     )  # fmt: skip
-    unroll: int = option(7, "consecutive drafts that training unrolls (eagle3)", "tokens", least=1)
+    unroll: int = option(7, "consecutive drafts that training unrolls (eagle3, parallel)", "tokens", least=1)
     block_size: int = option(
         4, "tokens of a block, of which one is known and the others are drafted (block)", "tokens", least=2,
         most=MAX_DRAFT_TOKENS + 1,

@@ -38,6 +38,10 @@ class HeadKind(abc.ABC):
         vocabulary."""
 
     @abc.abstractmethod
+    def adopt(self, head: Any, source: SourceModel, seed: int) -> Any:
+        """Return the head of option --init as one of this kind. Raises UserError for a head of another kind."""
+
+    @abc.abstractmethod
     def objective(
         self, head: Any, target: Any, embedding: Tensor, target_head: Tensor, config: DraftTrainConfig, per_row: float
     ) -> DraftObjective:

@@ -28,11 +28,10 @@ from mlaforge.drafting import initialize, vocabulary
 from mlaforge.drafting.block import BlockKind
 from mlaforge.drafting.config import DraftTrainConfig
 from mlaforge.drafting.dataset import TEXT_FILE, TRAIN_STAGE, Answer, read_answers, split, training_texts
-from mlaforge.drafting.eagle3 import Eagle3Kind
+from mlaforge.drafting.eagle3 import Eagle3Kind, ParallelKind
 from mlaforge.drafting.head_kind import HeadKind
 from mlaforge.drafting.objective import States, Validation, capture, columns
 from mlaforge.families.spec import ModelSpec
-from mlaforge.modeling.block_head import BlockConfig
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import UserError, log, resolve_device, timed
 from mlaforge.tensor_store import TensorStore
@@ -41,7 +40,7 @@ from mlaforge.training.loop import check_divisible, student_dtypes, train, train
 from mlaforge.training.teacher_cache import TeacherCache
 
 # By option --kind.
-KINDS: dict[str, HeadKind] = {kind.name: kind for kind in (Eagle3Kind(), BlockKind())}
+KINDS: dict[str, HeadKind] = {kind.name: kind for kind in (Eagle3Kind(), ParallelKind(), BlockKind())}
 # Options that do not change the result, or not beyond rounding.
 NOT_HASHED = ("device", "tensorboard", "text", "vocabulary", "init")
 
@@ -105,7 +104,8 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
     else:
         if config.vocabulary or config.boundaries or config.kv_heads:
             raise UserError("--init defines vocabulary, boundaries and key-value heads; do not give them as options")
-        _check_init(init_head.config, kind, spec, config)
+        _check_init(init_head.config, spec, config)
+        init_head = kind.adopt(init_head, source, config.seed)
         ids, shape = init_head.target_ids, init_head.config
     group = distributed.init_process_group(resolve_device(config.device))
     check_divisible(texts.feed, group.world_size)
@@ -137,9 +137,7 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
     return manifest
 
 
-def _check_init(head: DraftConfig, kind: HeadKind, spec: ModelSpec, config: DraftTrainConfig) -> None:
-    if isinstance(head, BlockConfig) != (kind.name == BlockKind.name):
-        raise UserError(f"{config.init} is a head of another kind than {kind.name}; give another --kind or --init")
+def _check_init(head: DraftConfig, spec: ModelSpec, config: DraftTrainConfig) -> None:
     try:
         check_head(head, spec.hidden_size, spec.vocab_size)
     except UserError as error:

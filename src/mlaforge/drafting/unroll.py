@@ -27,7 +27,8 @@ DECAY = 0.8
 
 
 class UnrolledHead(DraftObjective):
-    """Objective of an EAGLE-3 head. For the arguments see DraftObjective."""
+    """Objective of an EAGLE-3 head; one with masks reads these instead of its own output and the text's token. For the
+    arguments see DraftObjective."""
 
     def __init__(
         self, head: Eagle3Head, target: Any, embedding: Tensor, target_head: Tensor, unrolls: int, per_row: float
@@ -63,7 +64,10 @@ class UnrolledHead(DraftObjective):
         unrolled_kv: list[tuple[Tensor, Tensor]] = []
         outputs: list[Tensor] = []
         for j in range(self.drafted):
-            if j:
+            if j and head.config.mask_token_id is not None:
+                state = head.mask_state.expand(*at_BA.shape, -1)
+                inputs, residual = layer_inputs(state, torch.full_like(at_BA, head.config.mask_token_id))
+            elif j:
                 inputs, residual = layer_inputs(head.fed_back(outputs[-1]), self.token(rows, at_BA, 1 + j))
             angles = rotary_tables(inputs, positions + j)
             q = rotate(_heads(attention.q_proj(inputs), attention), *angles)

@@ -148,6 +148,7 @@ class Builder:
             )
         head = read_head(directory, spec.num_layers)
         check_head(head.config, spec.hidden_size, spec.vocab_size)
-        if isinstance(head, BlockHead) and self.config.speculative_tree_tokens:
-            raise UserError(f"{directory} is a block head, which drafts no trees; speculative_tree_tokens must be 0")
+        one_pass = isinstance(head, BlockHead) or head.config.mask_token_id is not None
+        if one_pass and self.config.speculative_tree_tokens:
+            raise UserError(f"{directory} drafts in one pass, and no trees; speculative_tree_tokens must be 0")
         return head

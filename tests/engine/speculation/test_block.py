@@ -107,7 +107,7 @@ def test_host_reads_blocks_once_per_step(tiny_models, tmp_path, monkeypatch):
 
 
 def test_rejects_trees(tiny_models, tmp_path):
-    with pytest.raises(UserError, match="block head, which drafts no trees"):
+    with pytest.raises(UserError, match="drafts in one pass, and no trees"):
         watched(tiny_models["llama"], speculative=str(saved(tmp_path / "head")), speculative_tree_tokens=8)
 
 

@@ -36,7 +36,14 @@ def lie(drafter):
 # What prompt lookup copies: whichever of two tokens is sampled twice, each pair occurred before.
 RUNS = [[6, 9, *pair, 21, 20, 20, 21, before] for before, pair in enumerate(itertools.product((20, 21), repeat=2))]
 SOME = {0, 1, 2}
-LENGTHS = {"head": {2}, "likely": SOME, "likely, cut afterwards": SOME, "block": {2}, "likely block": {0, 1}}
+LENGTHS = {
+    "head": {2},
+    "likely": SOME,
+    "likely, cut afterwards": SOME,
+    "block": {2},
+    "parallel": {2},
+    "likely block": {0, 1},
+}
 # Probability below which a path is not drafted.
 LEAST = {"likely": 0.5, "likely, cut afterwards": 0.5, "likely block": 0.7}
 
@@ -55,7 +62,8 @@ def test_sampled_tokens_follow_the_targets_distribution(mode, kind, tiny_models,
     prompt += [*itertools.chain(*RUNS), 6, 9] * copied
     exact = outcomes(Oracle(directory), prompt, length, vocabulary, 2.0)
     saved = block_heads.saved if "block" in kind else eagle3_heads.saved
-    head = {"speculative": str(saved(tmp_path / "head", tokens=[7, *vocabulary]))} if kind in LENGTHS else {}
+    masks = {"mask_token_id": 5} if kind == "parallel" else {}
+    head = {"speculative": str(saved(tmp_path / "head", tokens=[7, *vocabulary], **masks))} if kind in LENGTHS else {}
     llm = watched(directory, cache_bytes=16 << 20, **head)
     renew(llm.engine, 4000, 140, block_size=4, max_step=4096, max_num_seqs=300)
     drafter = llm.engine.speculation.drafter if head else (Chosen if kind == "chosen" else Drawing)(vocabulary, 260)

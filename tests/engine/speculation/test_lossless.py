@@ -410,7 +410,12 @@ def test_long_contexts(lengths, counts, tree, spare, family, dtype, lengthened):
     lossless(*lengthened(*family), dtype, lengths, counts, tree, spare)
 
 
-HEADS = {"eagle3": eagle3_heads, "block": block_heads}
+HEADS = {"eagle3": (eagle3_heads, {}), "parallel": (eagle3_heads, {"mask_token_id": 5}), "block": (block_heads, {})}
+
+
+def save(kind, folder, **fields):
+    heads, more = HEADS[kind]
+    return heads.saved(folder / "head", **more, **fields)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -418,7 +423,7 @@ HEADS = {"eagle3": eagle3_heads, "block": block_heads}
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_head_in_batches(kind, family, dtype, lengthened, tmp_path):
     """Its rows are found with the prompts'; some prompts are preempted."""
-    options = {"speculative": str(HEADS[kind].saved(tmp_path / "head", sliding_window=9))}
+    options = {"speculative": str(save(kind, tmp_path, sliding_window=9))}
     lossless(*lengthened(*family), dtype, (130, 9, 60, 90), (1, 3), spare=12, **options)
 
 
@@ -428,7 +433,7 @@ def test_a_head_in_batches(kind, family, dtype, lengthened, tmp_path):
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_head_in_long_contexts(kind, family, dtype, lengthened, tmp_path):
     """A head with a window, whose rows are found with the prompt's."""
-    folder = HEADS[kind].saved(tmp_path / "head", sliding_window=64, layer={"max_position_embeddings": LONG + 64})
+    folder = save(kind, tmp_path, sliding_window=64, layer={"max_position_embeddings": LONG + 64})
     options = {"speculative": str(folder), "adaptive_speculation": False}
     lossless(*lengthened(*family), dtype, (4000, 130), (3, 8), **options)
     if kind == "eagle3":

@@ -68,6 +68,7 @@ class PagedDraftHead:
         self.attention = PagedGroupedQueryAttention(layer.self_attn, 0, rows, False, self.format)
         self.post_attention_norm, self.mlp = norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, self.format)
         self.norm, self.lm_head = norm(head.norm), vocabulary_head(head.lm_head.weight, self.format)
+        self.mask_state = None if config.mask_token_id is None else head.mask_state.detach()
         self.angles = RotaryEmbedding(head.rotary(), self.attention.head_dim, model.dtype)
 
     def fused(self, states_NS: Tensor) -> Tensor:

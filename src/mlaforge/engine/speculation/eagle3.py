@@ -122,7 +122,7 @@ class EagleDrafter(Drafter):
         self.head, self.target_ids = PagedDraftHead(head, model, rows), head.target_ids.to(model.device)
         self.stops_early = model.device.type == "cpu"
         self.graphs: DraftGraphs | None = None
-        if graphs is not None:
+        if graphs is not None and self.head.mask_state is None:
             self.graphs = DraftGraphs(
                 self._drafted, lambda run: graphs.capture(run), graphs.scratch[-1], graphs.max_num_seqs
             )  # fmt: skip
@@ -153,7 +153,8 @@ class EagleDrafter(Drafter):
         drafts: list[Draft | None] = [None] * len(budgets)
         if not known:
             return drafts
-        chains = _drafts(self._chains([budgets[i] for i in known], min_probability), min_probability)
+        draft = self._chains if self.head.mask_state is None else self._parallel
+        chains = _drafts(draft([budgets[i] for i in known], min_probability), min_probability)
         for i in known:
             drafts[i] = chains[budgets[i][0]]
         return drafts
@@ -191,6 +192,41 @@ class EagleDrafter(Drafter):
                 chains.append(
                     _Depth(sequences, *sample_drafts(logits_SV, sequences, self.target_ids, vocabulary), probability_S)
                 )
+        return chains
+
+    def _parallel(self, active: list[tuple[Sequence, int]], min_probability: float) -> list[_Depth]:
+        """As `_chains` for a head with masks: all tokens after the first from one pass."""
+        assert self.head.mask_state is not None
+        outs, firsts, chunks = [self._outs[sequence.number][1] for sequence, _ in active], [], []
+        rows = len(active)
+        for sequence, count in active:
+            firsts.append(rows - 1)
+            stop = sequence.computed + count - 1
+            if count > 1:
+                chunks.append(Chunk(sequence.number, range(stop), sequence.computed, stop))
+            rows += count - 1
+        out_NC = torch.stack(outs)
+        with span("DRAFT", self.model.device):
+            if chunks:
+                N = rows - len(active)
+                ids_N = self._ids([self.head.config.mask_token_id or 0] * N)
+                masked_NC = self.head(self.head.mask_state.expand(N, -1), ids_N, self._make_batch(chunks))
+                out_NC = torch.cat((out_NC, masked_NC))
+            logits_NV, vocabulary = self.head.logits(out_NC), self.model.spec.vocab_size
+            probability_N = logits_NV.float().softmax(-1).amax(-1).double() if min_probability else None
+            chains: list[_Depth] = []
+            for depth in range(max(count for _, count in active)):
+                indices = [i for i, (_, count) in enumerate(active) if count > depth]
+                sequences = [active[i][0] for i in indices]
+                rows_S = self._ids([firsts[i] + depth if depth else i for i in indices])
+                drafted = sample_drafts(logits_NV.index_select(0, rows_S), sequences, self.target_ids, vocabulary)
+                path_S = torch.ones(len(indices), dtype=torch.float64, device=self.model.device)
+                if probability_N is not None:
+                    path_S = probability_N.index_select(0, rows_S)
+                    if chains:
+                        before = [chains[-1].sequences.index(sequence) for sequence in sequences]
+                        path_S = path_S * chains[-1].probability_S.index_select(0, self._ids(before))
+                chains.append(_Depth(sequences, *drafted, path_S))
         return chains
 
     def _uniform(self, active: list[tuple[Sequence, int]]) -> bool:
