@@ -372,3 +372,10 @@ def test_the_recipe_matches_the_shipped_head():
     # Options that came later have their defaults.
     assert train_head.config.keys() <= hashed.keys()
     assert DraftTrainConfig(**train_head.config) == DraftTrainConfig(**hashed)
+
+
+def test_the_recipe_of_block_heads_is_valid():
+    config = resolve(DraftTrainConfig, Path(__file__).parents[2] / "recipes" / "smollm2-block.yaml")
+    train.check_options(dataclasses.replace(config, text=("TEXT",)))
+    shipped = read_head(demo_model.head("original"), 30).config
+    assert (config.kind, config.block_size, config.boundaries) == ("block", 4, shipped.boundaries)

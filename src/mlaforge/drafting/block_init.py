@@ -25,9 +25,11 @@ SAMPLE_ROWS = 8
 # A place's score with the position that it reads. Its neighbours' are lower by the fast rotary pairs.
 SHARPNESS = 20.0
 # Slowest rotary pair of a key's direction, in radians per position.
-MIN_ANGLE = 0.3
+MIN_ANGLE = 0.1
+# Size of random output projections, relative to INIT_STD.
+SMALL = 0.1
 # Random part of a weight, relative to a row of equal elements of norm 1.
-NOISE = 0.1
+NOISE = 0.05
 
 
 @torch.no_grad()
@@ -41,7 +43,7 @@ def initialize_block_head(head: BlockHead, text: Text, target_head: Tensor, seed
             parameter.normal_(std=INIT_STD, generator=generator)
     for layer in layers:
         for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-            weight.mul_(NOISE)
+            weight.mul_(SMALL)
     moments = text.moments(None)
     weight, S = moments.solve(), head.fc.in_features
     size = float(((weight * (moments.gram @ weight)).sum() / C).sqrt())
