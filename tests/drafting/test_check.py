@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from mlaforge.checkpoint import loading, source_model
+from mlaforge.checkpoint import draft_head, loading, source_model
 from mlaforge.checkpoint.eagle3 import write_head
 from mlaforge.drafting.check import Row, alternatives, best
 from mlaforge.modeling.eagle3 import AFTER_NORM
+from support import block_heads, eagle3_heads
 from support.eagle3_heads import make
 from support.tiny_models import load_original
 
@@ -17,7 +18,7 @@ OPTIONS = ["--seqlen", SEQLEN, "--windows", WINDOWS, "--dtype", "float32", "--de
 
 
 @torch.no_grad()
-def fit_head(directory, text, boundaries, stored, folder, **fields):
+def fit_head(directory, text, boundaries, stored, folder, kind=eagle3_heads, **fields):
     """A random head whose lm_head is fitted (least squares) to what the target says on the text, from the states at
     `boundaries`; its config says `stored`. The target is transformers', not the stream under test."""
     converted = "mla_layer_types" in json.loads((directory / "config.json").read_text())
@@ -31,20 +32,26 @@ def fit_head(directory, text, boundaries, stored, folder, **fields):
     )
     model(ids)
     states = {**dict(enumerate(out.hidden_states[:-1])), 3: captured["last"], AFTER_NORM: out.hidden_states[-1]}
-    head = make(boundaries=stored, tokens=range(256), **fields)
-    hidden = head.fuse(torch.cat([states[b] for b in boundaries], dim=-1)[:, :-1])
-    embedded = (head.embed_tokens if head.config.has_embed_tokens else model.get_input_embeddings())(ids[:, 1:])
+    head = kind.make(boundaries=stored, tokens=range(256), **fields)
+    captured = torch.cat([states[b] for b in boundaries], dim=-1)[:, :-1]
     T = SEQLEN - 1
-    distance = torch.arange(T)[:, None] - torch.arange(T)
-    mask = (distance >= 0) & (distance < (head.config.sliding_window or T))
-    features = head.norm(head(hidden, embedded, torch.arange(T)[None], mask)).flatten(0, 1)
+    if kind is block_heads:
+        # The first masked place, by a pass per token.
+        embedded = model.get_input_embeddings()(ids)
+        places = [head(captured[:, : t + 1], embedded[:, t + 1], 4)[:, 0] for t in range(T)]
+        features = head.norm(torch.stack(places, dim=1)).flatten(0, 1)
+    else:
+        embedded = (head.embed_tokens if head.config.has_embed_tokens else model.get_input_embeddings())(ids[:, 1:])
+        distance = torch.arange(T)[:, None] - torch.arange(T)
+        mask = (distance >= 0) & (distance < (head.config.sliding_window or T))
+        features = head.norm(head(head.fuse(captured), embedded, torch.arange(T)[None], mask)).flatten(0, 1)
     target_tokens = out.logits[:, 1:].argmax(-1).flatten()
     targets = torch.nn.functional.one_hot(target_tokens.clamp_max(255), 256).float()
     gram = features.T @ features + 1e-3 * torch.eye(features.shape[1])
     head.lm_head.weight.copy_(torch.linalg.solve(gram, features.T @ targets).T)
     agreement = float((head.target_ids[head.lm_head(features).argmax(-1)] == target_tokens).float().mean())
     folder.mkdir()
-    write_head(head, folder, torch.float32)
+    draft_head.write_head(head, folder, torch.float32)
     return agreement, len(target_tokens)
 
 
@@ -53,6 +60,8 @@ CASES = [
     ((1, 2, 3), (0, 1, 2), "+1", "latent_rope", {"sliding_window": 9, "norm_before_fc": True}),
     ((0, 1, 2), (1, 2, 3), "-1", None, {"has_embed_tokens": True}),
     ((0, 2, AFTER_NORM), (0, 2, 3), "after the final norm", None, {}),
+    ((1, 2, 3), (0, 1, 2), "+1", None, {"kind": block_heads, "sliding_window": 9, "layers": 2}),
+    ((0, 1, 2), (0, 1, 2), "as stored", None, {"kind": block_heads}),
 ]
 
 

@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from mlaforge.checkpoint import draft_head, loading
 from mlaforge.checkpoint.eagle3 import LAYER_FIELDS, boundary, read_head, target_ids, write_head
+from mlaforge.drafting.import_block import default_layers
 from mlaforge.modeling.eagle3 import AFTER_NORM
 from mlaforge.runtime import UserError
+from support import block_heads
 from support.eagle3_heads import LAYER, make
 
 # Ascending with neighbours: its offsets are invalid as ids (repeated), its ids invalid as offsets (descending).
@@ -210,3 +213,72 @@ def test_d2t_readings_round_trip(tokens, random):
                 assert ids.tolist() == expected, (name, reading)
         # With t2d both are possible only where they say the same set in another order.
     assert LAYER["vocab_size"] >= 100
+
+
+BLOCK_LAYER = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
+    "rms_norm_eps": 1e-6, "vocab_size": 260, "max_position_embeddings": 512, "rope_theta": 500.0, "hidden_act": "silu",
+    "attention_bias": False, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+def write_foreign_block(folder, **changes):
+    """Write a head with the names that z-lab/dflash publishes, and return its tensors."""
+    head = block_heads.make(layers=2, draft_vocab_size=260, boundaries=(1, 2), block_size=6)
+    taken = ("mask_embedding", "lm_head.weight")
+    tensors = {name: tensor for name, tensor in head.state_dict().items() if name not in taken}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", **BLOCK_LAYER, "block_size": 6,
+        "num_target_layers": 3, "dflash_config": {"mask_token_id": 259, "target_layer_ids": [0, 1]}, **changes,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def test_imports_a_published_block_head(cli, tiny_models, tmp_path):
+    """Layer j is captured as the output of layer j, masks are embedded and logits are made by the target."""
+    tensors = write_foreign_block(tmp_path / "wild")
+    done = cli("draft", "import", tmp_path / "wild", tmp_path / "out", "--target", tiny_models["llama"])
+    assert done.exit_code == 0, done.stderr
+    head, target = draft_head.read_head(tmp_path / "out", 3), loading.load_model(tiny_models["llama"], "float32")
+    assert (head.config.boundaries, head.config.block_size, head.config.sliding_window) == ((1, 2), 6, None)
+    for name, tensor in tensors.items():
+        assert torch.equal(head.state_dict()[name], tensor), name
+    assert torch.equal(head.lm_head.weight, target.lm_head.weight)
+    assert torch.equal(head.mask_embedding, target.get_input_embeddings().weight[259].expand(5, -1))
+    for command in (
+        ("verify", tmp_path / "out"),
+        ("draft", "export", tmp_path / "out", tmp_path / "int8", "--dtype", "int8"),
+    ):
+        assert cli(*command).exit_code == 0
+    exported = draft_head.read_head(tmp_path / "int8", None)
+    torch.testing.assert_close(
+        exported.layers[1].mlp.up_proj.weight, head.layers[1].mlp.up_proj.weight, atol=0.01, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "block heads of DFlashDraftModel are read"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 64}, "causal mask within a block"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "of several kinds"),
+        ({"dflash_config": {"mask_token_id": 260, "target_layer_ids": [0, 1]}}, "the target embeds 260 tokens"),
+        ({"dflash_config": {"mask_token_id": 9, "target_layer_ids": [0, 3]}}, "it captures layer 3"),
+        ({"dflash_config": {"target_layer_ids": [0, 1]}}, "no 'mask_token_id'"),
+        ({"output_multiplier": 0.5}, "output_multiplier = 0.5 is not supported"),
+        ({"num_hidden_layers": 3}, "layers.2."),
+        ({"vocab_size": 300}, "it was trained for another model"),
+    ],
+)
+def test_rejects_block_heads_that_it_would_compute_otherwise(changes, words, refused, tiny_models, tmp_path):
+    write_foreign_block(tmp_path / "wild", **changes)
+    refused(words, "draft", "import", tmp_path / "wild", tmp_path / "out", "--target", tiny_models["llama"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_default_layers_of_published_block_heads():
+    """The numbers of z-lab/dflash for a target of 36 layers and a head of 5."""
+    assert default_layers(36, 5) == [1, 9, 17, 25, 33] and default_layers(30, 1) == [15]

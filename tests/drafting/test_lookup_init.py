@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from mlaforge.data.packing import Rows, first_fit
 from mlaforge.drafting import initialize
 from mlaforge.drafting.lookup_init import identity_size, matching_positions, num_lookup_heads
-from mlaforge.drafting.unroll import States, UnrolledHead
+from mlaforge.drafting.objective import States
+from mlaforge.drafting.unroll import UnrolledHead
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 
 VOCABULARY, WIDTH, PHRASE = 64, 96, 10

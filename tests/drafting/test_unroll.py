@@ -9,34 +9,19 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from mlaforge.data.packing import Feed, Phase, first_fit
-from mlaforge.drafting.unroll import DECAY, States, UnrolledHead, Validation, _decoding_steps, columns
+from mlaforge.drafting.objective import States, Validation, _decoding_steps, columns
+from mlaforge.drafting.unroll import DECAY, UnrolledHead
 from mlaforge.training.optimizer import Hyperparameters, Optimizer
+from support.draft_texts import DOCUMENTS, documents, inputs
 from support.eagle3_heads import HEADS, make
 
-# Document lengths and prompt lengths in tokens; packed into two rows of 40, the second with padding.
-DOCUMENTS = [(17, 6), (20, 11), (14, 2), (3, 1), (12, 9)]
 SHAPES = {name: fields for name, fields in HEADS.items() if not fields.get("has_embed_tokens")}
-
-
-def documents(seed=0, vocabulary=260):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randint(0, vocabulary, (n,), generator=generator).tolist(), prompt_length)
-        for n, prompt_length in DOCUMENTS
-    ]
 
 
 def objective(fields=None, unrolls=4, seed=0):
     """An UnrolledHead of a random head, its rows, and random states."""
-    head, rows = make(seed=seed, **(fields or {})), first_fit(documents(), 40)
-    generator = torch.Generator().manual_seed(seed + 1)
-    states = States(
-        torch.randn(rows.ids.numel(), 192, generator=generator), torch.randn(rows.ids.numel(), 64, generator=generator)
-    )
-    embedding, expected = (
-        torch.randn(260, 64, generator=generator),
-        torch.randn(head.config.draft_vocab_size, 64, generator=generator),
-    )
+    head = make(seed=seed, **(fields or {}))
+    rows, states, embedding, expected = inputs(head.config.draft_vocab_size, 192, seed)
     per_row = float((columns(rows)[1] > 0).sum()) / len(rows)
     return UnrolledHead(head, None, embedding, expected, unrolls, per_row), rows, states
 
@@ -52,7 +37,12 @@ def draft_by_passes(head, embedding, ids, states, column, unrolls):
         mask = (distance >= 0) & (distance < (head.config.sliding_window or 10**6))
         out = head(hidden, F.embedding(ids[None, 1 : n + 1], embedding), torch.arange(n)[None], mask)
         outs.append(out[0, -1])
-        hidden = torch.cat((hidden, head.fed_back(out[:, -1:])), dim=1)
+        if head.config.mask_token_id is None:
+            hidden = torch.cat((hidden, head.fed_back(out[:, -1:])), dim=1)
+        else:
+            hidden = torch.cat((hidden, head.mask_state[None, None]), dim=1)
+            ids = ids.clone()
+            ids[column + 2 :] = head.config.mask_token_id
         if column + 2 + j >= len(ids):
             break
     return torch.stack(outs)
@@ -63,7 +53,7 @@ def test_unrolls_match_step_by_step_drafting(name):
     model, rows, states = objective(SHAPES[name])
     at, remaining = columns(rows)
     with torch.no_grad():
-        outs = torch.stack(model._outputs(rows, states, at), dim=2)
+        outs = torch.stack(model.outputs(rows, states, at), dim=2)
     checked = 0
     for row in range(len(rows)):
         for n, column in enumerate(at[row].tolist()):
@@ -107,15 +97,15 @@ def test_outputs_depend_on_visible_positions_only(name, place_, unroll, token):
     at, remaining = columns(rows)
     row, column_of = place_ // 40, place_ % 40
     with torch.no_grad():
-        before = model._outputs(rows, states, at)[unroll]
+        before = model.outputs(rows, states, at)[unroll]
         if token:
             ids = rows.ids.clone()
             ids[row, column_of] = (ids[row, column_of] + 7) % 260
-            after = model._outputs(dataclasses.replace(rows, ids=ids), states, at)[unroll]
+            after = model.outputs(dataclasses.replace(rows, ids=ids), states, at)[unroll]
         else:
             captured = states.captured.clone()
             captured[place_] += torch.randn(192, generator=torch.Generator().manual_seed(5))
-            after = model._outputs(rows, dataclasses.replace(states, captured=captured), at)[unroll]
+            after = model.outputs(rows, dataclasses.replace(states, captured=captured), at)[unroll]
     moved = (before != after).any(-1)
     window = model.student.config.sliding_window or 10**6
     assert not moved[1 - row].any()
@@ -130,7 +120,8 @@ def test_outputs_depend_on_visible_positions_only(name, place_, unroll, token):
             # The first token of a text is not an input of any position.
             expected = document_start <= reads and column - reads < window
         else:
-            expected = bool(token) and reads <= column + unroll
+            masked = model.student.config.mask_token_id is not None
+            expected = bool(token) and reads <= column + unroll and not masked
         assert bool(moved[row, n]) == expected, (column, document_start, reads)
 
 
@@ -138,7 +129,7 @@ def plain_loss(model, rows, states):
     """Reference in fp64 on full logits."""
     head, (at, remaining) = model.student, columns(rows)
     total = torch.zeros((), dtype=torch.float64)
-    for j, out in enumerate(model._outputs(rows, states, at)):
+    for j, out in enumerate(model.outputs(rows, states, at)):
         for row in range(len(rows)):
             for n, column in enumerate(at[row].tolist()):
                 token = int(rows.ids[row, min(column + 2 + j, 39)])
@@ -196,7 +187,7 @@ def test_validation_counts_accepted_drafts():
     generator = torch.rand((*at.shape, 4), generator=torch.Generator().manual_seed(3)) < 0.6
     correct = generator & (remaining[..., None] > torch.arange(4))
     model.validate = lambda rows, states: correct
-    result = Validation(rows, lambda rows: states, 2).measure(model)
+    result = Validation(rows, lambda rows: states, 2, 3).measure(model)
     expected = [[0, 0] for _ in range(4)]
     for row in range(2):
         for n in range(at.shape[1]):

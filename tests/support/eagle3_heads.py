@@ -20,6 +20,7 @@ HEADS = {
     "plain": {},
     "all norms": {**ALL, "draft_vocab_size": 260},
     "window": {"sliding_window": 9, "norm_before_residual": True},
+    "parallel": {"mask_token_id": 5, "fc_norm": True},
     "another size": {"layer": {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20},
                      "has_embed_tokens": True, "norm_before_residual": True},
 }  # fmt: skip
@@ -61,8 +62,11 @@ def draft_logits(head, oracle, token_ids, drafted):
         mask = (distance >= 0) & (distance < (window or 10**6))
         out = head(hidden, embedding(rest), torch.arange(hidden.shape[1])[None], mask)
         logits.append(head.logits(out)[0, -1])
-        hidden = torch.cat((hidden, head.fed_back(out[:, -1:])), dim=1)
+        masked = head.config.mask_token_id is not None
+        state = head.mask_state[None, None] if masked else head.fed_back(out[:, -1:])
+        hidden = torch.cat((hidden, state), dim=1)
         if token is not None:
+            token = head.config.mask_token_id if masked else token
             rest = torch.cat((rest, torch.tensor([[token]])), dim=1)
     return torch.stack(logits[:-1])
 

@@ -27,7 +27,7 @@ class BenchConfig(Options):
     )
     draft: tuple[str, ...] | None = option(
         None, "drafter: ngram, replay (the output of plain decoding: the upper bound of any drafter), the directory of "
-        "an EAGLE-3 head, tree (that head's, of twice as many tokens) or default (adaptive, prompt lookup first)",
+        "a draft head, tree (that head's, of twice as many tokens) or default (adaptive, prompt lookup first)",
     )  # fmt: skip
     specpv: tuple[str, ...] | None = option(
         None, "verification of drafted tokens: off, full cache; lossless, a part of the cache first at every step",

@@ -30,6 +30,7 @@ from mlaforge.bench.peer import Variant
 from mlaforge.engine.engine import Engine
 from mlaforge.engine.execution.batch import Batch
 from mlaforge.engine.execution.runner import Runner
+from mlaforge.engine.speculation.block import BlockDrafter
 from mlaforge.engine.speculation.drafter import TreeDrafter
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
 from mlaforge.engine.speculation.policy import Decision
@@ -178,7 +179,7 @@ class Audit:
             proposal = propose(decision, chunks)
             speculation = self.engine.speculation
             assert speculation is not None
-            if self.hook.decoding and proposal.budgets and isinstance(speculation.drafter, EagleDrafter):
+            if self.hook.decoding and proposal.budgets and isinstance(speculation.drafter, EagleDrafter | BlockDrafter):
                 self.hook.extra_reads += decision.length if isinstance(decision.drafter, TreeDrafter) else 1
             sparse = isinstance(decision.drafter, SparseView)
             for sequence, room in reserved.items():

@@ -27,7 +27,7 @@ DRAFTERS = ("ngram", "replay", "tree", "default")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A fully resolved scenario. head: directory of the EAGLE-3 head among `drafts`. prompts: file of conversations, or
+    """A fully resolved scenario. head: directory of the draft head among `drafts`. prompts: file of conversations, or
     None for cut text. prompts_once: keep cached prompts from case to case, so that each prompt is computed once."""
 
     scenario: str
@@ -103,7 +103,7 @@ def _drafts(words: tuple[str, ...]) -> tuple[tuple[str, ...], Path | None]:
     heads = [word for word in words if word not in DRAFTERS]
     for head in heads:
         if not Path(head).is_dir():
-            raise UserError(f"draft {head!r} must be {', '.join(DRAFTERS)} or the directory of an EAGLE-3 head")
+            raise UserError(f"draft {head!r} must be {', '.join(DRAFTERS)} or the directory of a draft head")
     if len(heads) > 1:
         raise UserError(f"draft {','.join(words)} names {len(heads)} heads; give one, as an engine loads only one")
     return _distinct(tuple("head" if word in heads else word for word in words)), Path(heads[0]) if heads else None

@@ -15,6 +15,7 @@ Legend: V draft vocabulary.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from mlaforge.checkpoint.head_reader import QUANTIZATION, SCALE, HeadReader, qua
 from mlaforge.checkpoint.reader import SINGLE, Reader, is_finite, read_config
 from mlaforge.families.schema import COUNT, OBJECT, check, check_config, list_of, whole
 from mlaforge.families.spec import capture_boundaries
+from mlaforge.modeling.block_head import BlockConfig
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Config, Eagle3Head
 from mlaforge.runtime import UserError
 
+DraftConfig = Eagle3Config | BlockConfig
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Integer tensors.
 VOCABULARY = frozenset({"d2t", "t2d"})
@@ -40,6 +43,7 @@ SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 RULES = {
     "target_hidden_size": COUNT,
     "draft_vocab_size": COUNT,
+    "mask_token_id": whole(0),
     "eagle_config": OBJECT,
     "eagle_aux_hidden_state_layer_ids": list_of(whole(-1)),
 }
@@ -100,6 +104,7 @@ def head_config(
             layer, int(config_dict.get("target_hidden_size") or layer.hidden_size),
             int(config_dict.get("draft_vocab_size") or layer.vocab_size), boundaries,
             config_dict.get("sliding_window"), has_embed_tokens=has_embedding,
+            mask_token_id=config_dict.get("mask_token_id"),
             **{name: bool(eagle.get(name, False)) for name in SWITCHES},
         )  # fmt: skip
     except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
@@ -125,7 +130,7 @@ def boundary(number: int, convention: str, num_layers: int | None) -> int:
     return index
 
 
-def check_head(config: Eagle3Config, hidden_size: int, vocab_size: int) -> None:
+def check_head(config: DraftConfig, hidden_size: int, vocab_size: int) -> None:
     """Raises UserError unless the head was trained for a target of these sizes."""
     for name, size, target_size in (
         ("target_hidden_size", config.target_hidden_size, hidden_size),
@@ -143,8 +148,14 @@ def read_head(directory: Path, num_layers: int | None) -> Eagle3Head:
     config = read_head_config(directory, num_layers)
     with torch.device("meta"):
         head = Eagle3Head(config)
+    load_tensors(head, directory, lambda name: name.replace("layers.0.", "midlayer.", 1))
+    return head
+
+
+def load_tensors(head: Any, directory: Path, renamed: Callable[[str], str] = str) -> None:
+    """Load the tensors of a draft head on the meta device, as `read_head`. renamed: name in the file -> in the head."""
     with HeadReader(directory) as reader:
-        stored = {name: name.replace("layers.0.", "midlayer.", 1) for name in reader.weights}
+        stored = {name: renamed(name) for name in reader.weights}
         shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
         expected = {old: shapes[new] for old, new in stored.items() if new in shapes}
         absent = {new: shape for new, shape in shapes.items() if new not in stored.values()}
@@ -153,15 +164,14 @@ def read_head(directory: Path, num_layers: int | None) -> Eagle3Head:
     head.load_state_dict(state, assign=True)
     head.requires_grad_(False).eval()
     if "d2t" in state:
-        _check_vocabulary(directory, config, state)
-    return head
+        _check_vocabulary(directory, head.config, state)
 
 
 def _as_float(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _check_vocabulary(directory: Path, config: Eagle3Config, state: dict[str, Tensor]) -> None:
+def _check_vocabulary(directory: Path, config: DraftConfig, state: dict[str, Tensor]) -> None:
     try:
         target_ids(state["d2t"], state["t2d"], config.layer.vocab_size, OFFSETS)
     except UserError as error:
@@ -215,7 +225,7 @@ def mapping(ids_V: Tensor, vocabulary: int) -> dict[str, Tensor]:
     return {"d2t": ids_V - torch.arange(len(ids_V)), "t2d": t2d}
 
 
-def buffers(config: Eagle3Config, ids_V: Tensor) -> dict[str, Tensor]:
+def buffers(config: DraftConfig, ids_V: Tensor) -> dict[str, Tensor]:
     """Return the `mapping` of a head that proposes these tokens; nothing for a head with the target's vocabulary."""
     return {} if config.draft_vocab_size == config.layer.vocab_size else mapping(ids_V, config.layer.vocab_size)
 
@@ -226,18 +236,25 @@ def write_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.flo
     dtype: of all floating tensors; int8 applies to the matrices, with scales in fp32 and all other tensors in fp16.
     Raises UserError for a tensor that overflows in its dtype.
     """
-    from safetensors.torch import save_file
-
     config, layer = head.config, head.config.layer.to_dict()
-    float_dtype = torch.float16 if dtype == torch.int8 else dtype
     config_json: dict[str, Any] = {
         "architectures": [ARCHITECTURE], "model_type": head.config.layer.model_type, "num_hidden_layers": 1,
         **{name: layer[name] for name in LAYER_FIELDS}, "target_hidden_size": config.target_hidden_size,
         "draft_vocab_size": config.draft_vocab_size, "sliding_window": config.sliding_window,
         "eagle_aux_hidden_state_layer_ids": list(config.boundaries),
         "eagle_aux_hidden_state_convention": CONVENTIONS[0], "tie_word_embeddings": False,
-        "torch_dtype": str(float_dtype).removeprefix("torch."), **{name: getattr(config, name) for name in SWITCHES},
+        **{name: getattr(config, name) for name in SWITCHES},
+        **({} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}),
     }  # fmt: skip
+    save_tensors(head, directory, dtype, config_json)
+
+
+def save_tensors(head: Any, directory: Path, dtype: torch.dtype, config_json: dict[str, Any]) -> None:
+    """Write the tensors of a draft head and its config.json, as `write_head`."""
+    from safetensors.torch import save_file
+
+    float_dtype = torch.float16 if dtype == torch.int8 else dtype
+    config_json["torch_dtype"] = str(float_dtype).removeprefix("torch.")
     state: dict[str, Tensor] = {}
     for name, tensor in head.state_dict().items():
         if not tensor.is_floating_point():

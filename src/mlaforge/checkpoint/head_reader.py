@@ -1,4 +1,4 @@
-"""Tensors of an EAGLE-3 head, stored in a float dtype or in int8 with scales.
+"""Tensors of a draft head, stored in a float dtype or in int8 with scales.
 
 The int8 format is `int-quantized` of compressed-tensors, 8 bits, symmetric, one scale per output channel: every matrix
 `NAME` [M, K] is int8 with `NAME_scale` [M, 1] in a float dtype, weight = code * scale, and config.json holds

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from mlaforge.artifact import MANIFEST, Manifest, sha256
-from mlaforge.checkpoint import eagle3, loading, source_model
+from mlaforge.checkpoint import draft_head, eagle3, loading, source_model
 from mlaforge.checkpoint.head_reader import HeadReader
 from mlaforge.checkpoint.reader import Reader, read_config
 from mlaforge.runtime import UserError, log, progress
@@ -76,11 +76,11 @@ def _compare(path: Path, digest: str) -> str | None:
 
 
 def _check_tensors(directory: Path) -> str | None:
-    """Return the first problem of the config or the tensors of a model, or of an EAGLE-3 head, whose shapes depend on
+    """Return the first problem of the config or the tensors of a model, or of a draft head, whose shapes depend on
     its target; None if there is none."""
     try:
         config = read_config(directory)
-        if eagle3.ARCHITECTURE in (config.get("architectures") or ()):
+        if set(draft_head.ARCHITECTURES) & set(config.get("architectures") or ()):
             with HeadReader(directory) as head:
                 head.check({name: head.shape(name) for name in head.weights}, whole=eagle3.VOCABULARY)
         else:

@@ -30,6 +30,20 @@ def show(answer: Iterable[Any]) -> None:
         print(gap + NO_ANSWER, end="")
 
 
+# Colours of places by their style; without a terminal, brackets tell them apart.
+COLOURS = {"drafted": "yellow", "accepted": "green", "refused": "red", "target": "cyan"}
+BRACKETS = {"drafted": "{}", "accepted": "{}", "refused": "[-{}-]", "target": "[+{}+]"}
+
+
+def show_places(row: str, places: list[tuple[str, str]]) -> None:
+    """Print a row of `generate --diffusion`: its name, and the text and style of each place."""
+    if sys.stdout.isatty():
+        texts = [typer.style(text, fg=COLOURS[style], strikethrough=style == "refused") for text, style in places]
+    else:
+        texts = [BRACKETS[style].format(text) for text, style in places]
+    print(f"{row:9} " + "|".join(texts), flush=True)
+
+
 def continuations(metrics: dict[str, Any]) -> str:
     """Prompt and each model's continuation, with its speed and measured cache."""
     parts = [f"\n> {metrics['prompt']}"]

@@ -1,4 +1,4 @@
-"""Verbs of `mlaforge draft ...`, on EAGLE-3 heads: parse options, call a stage, print its result."""
+"""Verbs of `mlaforge draft ...`, on draft heads: parse options, call a stage, print its result."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mlaforge.drafting.config import (
     VocabularyConfig,
 )
 
-app = group("EAGLE-3 draft heads: training text, vocabulary, training, import, export, checks, comparison.")
+app = group("Draft heads: training text, vocabulary, training, import, export, checks, comparison.")
 verb = functools.partial(verbs.verb, app)
 
 Target = Annotated[str, typer.Option("--target", metavar="MODEL", help="target model of the head")]
-Head = Annotated[Path, typer.Argument(metavar="HEAD", help="directory of an EAGLE-3 head")]
+Head = Annotated[Path, typer.Argument(metavar="HEAD", help="directory of a draft head")]
 NewDirectory = Annotated[Path, typer.Option("--out", metavar="OUT", help="new directory")]
 
 
@@ -64,7 +64,7 @@ def vocab(
 
 @verb(DraftTrainConfig)
 def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: Overwrite = False) -> None:
-    """Train an EAGLE-3 head on MODEL's answers; with torchrun on several processes."""
+    """Train a draft head on MODEL's answers; with torchrun on several processes."""
     from mlaforge.drafting import train as stage
     from mlaforge.training import distributed
 
@@ -74,21 +74,22 @@ def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: 
     finally:
         distributed.destroy_process_group()
     first, best = metrics["curve"][0], metrics["best"]
+    drafted = metrics.get("draft_tokens", 3)
     print(
-        f"tokens per step with 3 drafted, on held-out answers: {first['acceptance_length']:.3f} -> "
+        f"tokens per step with {drafted} drafted, on held-out answers: {first['acceptance_length']:.3f} -> "
         f"{best['acceptance_length']:.3f} after {best['tokens']} tokens (step {best['step']})"
     )
 
 
 @verb(DraftImportConfig)
 def import_(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="directory or hub id of an EAGLE-3 head")],
+    src: Annotated[str, typer.Argument(metavar="SRC", help="directory or hub id of an EAGLE-3 or DFlash head")],
     out: Out,
     target: Target,
     config: DraftImportConfig,
     overwrite: Overwrite = False,
 ) -> None:
-    """Import an EAGLE-3 head in the format of other tools, checked against MODEL."""
+    """Import an EAGLE-3 or DFlash head in the format of other tools, checked against MODEL."""
     from mlaforge.drafting import import_head as stage
 
     quiet()

@@ -189,7 +189,7 @@ def generate(model: Model, config: GenerateConfig, out: OptionalOut = None, over
 
     quiet()
     config = dataclasses.replace(config, prompt=text_or_input(config.prompt, GenerateConfig.prompt))
-    print(answers.continuations(stage.run(model, out, config, overwrite).metrics))
+    print(answers.continuations(stage.run(model, out, config, overwrite, answers.show_places).metrics))
 
 
 @verb(ChatConfig)

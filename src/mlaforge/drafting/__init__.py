@@ -1,1 +1,1 @@
-"""EAGLE-3 heads: regenerated answers, draft vocabulary, training, import, export, checks."""
+"""Draft heads: regenerated answers, draft vocabulary, training, import, export, checks."""

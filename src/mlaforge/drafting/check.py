@@ -17,17 +17,22 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest
-from mlaforge.checkpoint.eagle3 import check_head, read_head
+from mlaforge.checkpoint.draft_head import DraftHead, read_head
+from mlaforge.checkpoint.eagle3 import check_head
 from mlaforge.checkpoint.layerwise import HEAD_ROWS, LayerStream
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import corpus
+from mlaforge.drafting.block import block_outputs
 from mlaforge.drafting.config import SHORTEST, DraftCheckConfig
 from mlaforge.drafting.dataset import STAGE, read_answers
+from mlaforge.modeling.block_head import BlockHead
 from mlaforge.modeling.eagle3 import AFTER_NORM, Eagle3Head
 from mlaforge.runtime import resolve_device, resolve_dtype
 
 # One choice of states is better than another if their difference exceeds this many standard errors.
 MIN_STANDARD_ERRORS = 3.0
+# Blocks of a text computed at a time.
+BLOCK_COLUMNS = 256
 # Name of the choice in the head's config.json.
 AS_STORED = "as stored"
 
@@ -61,8 +66,8 @@ def run(directory: Path, target: str, config: DraftCheckConfig) -> dict[str, Any
     with LayerStream(model, dtype, device) as stream:
         all_boundaries = {b for boundaries in choices.values() for b in boundaries}
         captured, target_tokens = target_states(stream, texts, all_boundaries)
-        embedded = [(head.embed_tokens(ids.to(device)) if head.config.has_embed_tokens else stream.embed(ids[None])[0])
-                    for ids in texts]  # fmt: skip
+        embed = head.embed_tokens if isinstance(head, Eagle3Head) and head.config.has_embed_tokens else stream.embed
+        embedded = [embed(ids[None].to(device))[0] for ids in texts]
     rows = []
     for name, boundaries in choices.items():
         agrees = [
@@ -141,12 +146,14 @@ def target_states(
 
 
 @torch.no_grad()
-def predictions(head: Eagle3Head, states_TS: Tensor, embedded_TC: Tensor) -> Tensor:
-    """Return the head's most likely next token (a target id) after each position but the first, [T - 1].
+def predictions(head: DraftHead, states_TS: Tensor, embedded_TC: Tensor) -> Tensor:
+    """Return the head's most likely next token (a target id) after each position but the first, [T - 1]; of a block
+    head, its first masked place's.
 
     states_TS: captured at all positions. embedded_TC: embeddings of all tokens.
     """
-    out_RC = whole_pass(head, states_TS.float(), embedded_TC[1:].float())[0]
+    inputs = states_TS.float(), embedded_TC[1:].float()
+    out_RC = (first_outputs(head, *inputs) if isinstance(head, BlockHead) else whole_pass(head, *inputs))[0]
     likeliest = torch.cat([head.logits(rows).argmax(-1) for rows in out_RC.split(HEAD_ROWS)])
     return head.target_ids[likeliest]
 
@@ -162,6 +169,20 @@ def whole_pass(head: Eagle3Head, states_TS: Tensor, embedded_RC: Tensor) -> Tens
     mask = (distance >= 0) & (distance < (head.config.sliding_window or len(positions_R)))
     out: Tensor = head(hidden_1RC, embedded_RC[None], positions_R[None], mask)
     return out
+
+
+def first_outputs(head: BlockHead, states_TS: Tensor, embedded_RC: Tensor) -> Tensor:
+    """As whole_pass, the output at the first masked place of each row's block."""
+    T, places = len(states_TS), head.config.block_size - 1
+    positions_1T = torch.arange(T, device=states_TS.device)[None]
+    parts = []
+    for columns in torch.arange(T - 1, device=states_TS.device).split(BLOCK_COLUMNS):
+        # A block ends `places` positions after its first token.
+        distance = columns[:, None] - positions_1T
+        mask = (distance >= 0) & (distance + 1 + places < (head.config.sliding_window or 2 * T + places))
+        newest = embedded_RC[None, columns]
+        parts.append(block_outputs(head, states_TS[None], newest, positions_1T, columns[None], mask[None])[:, :, 0])
+    return torch.cat(parts, dim=1)
 
 
 def table(agreement: dict[str, Any]) -> str:

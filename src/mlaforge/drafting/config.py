@@ -6,7 +6,7 @@ import dataclasses
 
 from mlaforge.config import DTYPES, Options, option
 from mlaforge.engine import vllm_names
-from mlaforge.engine.config import ENGINE_DTYPES, EngineConfig
+from mlaforge.engine.config import ENGINE_DTYPES, MAX_DRAFT_TOKENS, EngineConfig
 
 # Minimum text length of `draft check` in tokens: a row of the head needs two, and its prediction a third.
 SHORTEST = 3
@@ -45,9 +45,13 @@ class VocabularyConfig(Options):
 class DraftTrainConfig(Options):
     """Options of `draft train`."""
 
-    first = ("text", "vocabulary", "init", "steps", "learning_rate")
+    first = ("text", "kind", "vocabulary", "init", "steps", "learning_rate")
 
     text: tuple[str, ...] | None = option(None, "output of `draft regenerate` with MODEL", repeat=True)
+    kind: str = option(
+        "eagle3", "eagle3: one drafted token a pass; in one pass, with less acceptance: parallel, an EAGLE-3 head with "
+        "masked inputs, and block, masked places that see each other", choices=("eagle3", "parallel", "block"),
+    )  # fmt: skip
     vocabulary: str | None = option(None, "output of `draft vocab`; default: the whole vocabulary")
     init: str | None = option(
         None, "head to initialise from, such as the original's for a converted model; it defines sizes, vocabulary, "
@@ -62,7 +66,12 @@ class DraftTrainConfig(Options):
         0, "key-value heads of a new head, 0: as many as MODEL; more heads copy better but need more cache",
         "heads", least=0,
     )  # fmt: skip
-    unroll: int = option(7, "consecutive drafts that training unrolls", "tokens", least=1)
+    unroll: int = option(7, "consecutive drafts that training unrolls (eagle3, parallel)", "tokens", least=1)
+    block_size: int = option(
+        4, "tokens of a block, of which one is known and the others are drafted (block)", "tokens", least=2,
+        most=MAX_DRAFT_TOKENS + 1,
+    )  # fmt: skip
+    layers: int = option(1, "layers of a new head (block)", "layers", least=1)
     steps: int = option(1000, "optimiser steps", "steps", least=0)
     batch_tokens: int = option(2048, "batch size of a step, with prompts and padding", "tokens", least=1)
     micro_tokens: int = option(2048, "micro-batch size; gradients accumulate over a batch", "tokens", least=1)

@@ -1,4 +1,4 @@
-"""`draft export`: a copy of an EAGLE-3 head in another storage format, fp16 for vLLM and others, or int8.
+"""`draft export`: a copy of a draft head in another storage format, fp16 for vLLM and others, or int8.
 
 The manifest contains the source's manifest, so the head's training text stays known (dataset.py).
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mlaforge.artifact import MANIFEST, Manifest, finished, record_name, writing
-from mlaforge.checkpoint.eagle3 import read_head, write_head
+from mlaforge.checkpoint.draft_head import read_head, write_head
 from mlaforge.checkpoint.reader import SINGLE, fingerprint
 from mlaforge.drafting.config import DraftExportConfig
 from mlaforge.drafting.dataset import EXPORT_STAGE
@@ -32,11 +32,11 @@ def _summary(source: Manifest) -> dict[str, Any]:
 def run(head: Path, out: Path, config: DraftExportConfig, overwrite: bool = False) -> Manifest:
     """Write the head in the directory `head` into the new directory `out`, with matrices in `config.dtype`.
 
-    Raises UserError if it is not an EAGLE-3 head, if its captured states depend on the target (`draft import` resolves
+    Raises UserError if it is not a draft head, if its captured states depend on the target (`draft import` resolves
     them), and for values outside the range of fp16.
     """
     if not head.is_dir():
-        raise UserError(f"{head} is not a directory; give the directory of an EAGLE-3 head")
+        raise UserError(f"{head} is not a directory; give the directory of a draft head")
     source = Manifest.load(head)
     if source is None and (head / MANIFEST).exists():
         raise UserError(f"{head / MANIFEST} cannot be read; restore it, or remove it if the head's origin is unknown")

@@ -1,4 +1,5 @@
-"""`draft import`: convert an EAGLE-3 head written by another tool into the format of `read_head`.
+"""`draft import`: convert a head written by another tool into the format of `read_head`; block heads in
+drafting/import_block.py.
 
 Differences between tools are resolved from the tensors and the target, never guessed:
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import Manifest, finished, writing
+from mlaforge.checkpoint.draft_head import DraftHead, write_head
 from mlaforge.checkpoint.eagle3 import (
     ARCHITECTURE,
     CONVENTIONS,
@@ -33,11 +35,11 @@ from mlaforge.checkpoint.eagle3 import (
     check_head,
     head_config,
     target_ids,
-    write_head,
 )
 from mlaforge.checkpoint.head_reader import HeadReader, dequantize, quantize
 from mlaforge.checkpoint.reader import Reader
 from mlaforge.checkpoint.source_model import SourceModel
+from mlaforge.drafting import import_block
 from mlaforge.drafting.config import DraftImportConfig
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.runtime import UserError, log, timed
@@ -62,7 +64,11 @@ def run(src: str, out: Path, target: str, config: DraftImportConfig, overwrite: 
     if previous := finished(out, manifest, overwrite, (source.path, model.path)):
         return previous
     with timed(manifest.seconds, "import"), HeadReader(source.path) as reader, Reader(model.path) as target_reader:
-        head, dtype, manifest.metrics = _Import(source, reader, model, target_reader, config).head()
+        head: DraftHead
+        if import_block.is_block_head(source):
+            head, dtype, manifest.metrics = import_block.convert_head(source, reader, model, target_reader)
+        else:
+            head, dtype, manifest.metrics = _Import(source, reader, model, target_reader, config).head()
         with writing(out, manifest) as partial:
             write_head(head, partial, dtype)
     return manifest

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from mlaforge.data.packing import Rows
 from mlaforge.drafting.lookup_init import BATCH_TOKENS, Lookup, identity_size, train_lookup
-from mlaforge.drafting.unroll import States
+from mlaforge.drafting.objective import States
 from mlaforge.modeling.eagle3 import Eagle3Attention, Eagle3Head
 from mlaforge.runtime import progress
 

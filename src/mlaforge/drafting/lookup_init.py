@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mlaforge.data.packing import Rows
-from mlaforge.drafting.unroll import visible
+from mlaforge.drafting.objective import visible
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
 from mlaforge.modeling.rope_mla import pairs, rotate
 from mlaforge.runtime import progress

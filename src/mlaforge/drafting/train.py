@@ -1,4 +1,4 @@
-"""`draft train`: train an EAGLE-3 head on its target's regenerated answers.
+"""`draft train`: train a draft head on its target's regenerated answers.
 
 Optimiser, evaluation, checkpoints and distributed training are those of `heal` (training/optimizer.py,
 training/loop.py, training/distributed.py). The weights that are best on validation answers are written as a head that
@@ -18,17 +18,20 @@ import torch
 from torch import Tensor
 
 from mlaforge.artifact import WORK, Manifest, finished, sha256
-from mlaforge.checkpoint.eagle3 import buffers, check_head, read_head, write_head
+from mlaforge.checkpoint.draft_head import read_head, write_head
+from mlaforge.checkpoint.eagle3 import DraftConfig, buffers, check_head
 from mlaforge.checkpoint.loading import as_generated, load_packed
 from mlaforge.checkpoint.reader import fingerprint
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.data import packing
 from mlaforge.drafting import initialize, vocabulary
+from mlaforge.drafting.block import BlockKind
 from mlaforge.drafting.config import DraftTrainConfig
 from mlaforge.drafting.dataset import TEXT_FILE, TRAIN_STAGE, Answer, read_answers, split, training_texts
-from mlaforge.drafting.unroll import States, UnrolledHead, Validation, capture, columns
-from mlaforge.families.spec import ModelSpec, capture_boundaries
-from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
+from mlaforge.drafting.eagle3 import Eagle3Kind, ParallelKind
+from mlaforge.drafting.head_kind import HeadKind
+from mlaforge.drafting.objective import States, Validation, capture, columns
+from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.latent_attention_mla import FUSED
 from mlaforge.runtime import UserError, log, resolve_device, timed
 from mlaforge.tensor_store import TensorStore
@@ -36,6 +39,8 @@ from mlaforge.training import distributed
 from mlaforge.training.loop import check_divisible, student_dtypes, train, training_artifact
 from mlaforge.training.teacher_cache import TeacherCache
 
+# By option --kind.
+KINDS: dict[str, HeadKind] = {kind.name: kind for kind in (Eagle3Kind(), ParallelKind(), BlockKind())}
 # Options that do not change the result, or not beyond rounding.
 NOT_HASHED = ("device", "tensorboard", "text", "vocabulary", "init")
 
@@ -46,40 +51,6 @@ def check_options(config: DraftTrainConfig) -> None:
         raise UserError(f"seqlen = {config.seqlen} must be at most batch_tokens = {config.batch_tokens}")
     if not config.text:
         raise UserError("--text is missing: give the output of `mlaforge draft regenerate MODEL`")
-
-
-def boundaries(chosen: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """Return the boundaries at which the residual stream is captured. Raises UserError unless there are three valid
-    ones."""
-    if chosen is None:
-        return capture_boundaries(num_layers)
-    if len(chosen) != 3 or max(chosen) > num_layers:
-        listed = ",".join(map(str, chosen))
-        raise UserError(f"boundaries = {listed} must be three numbers from 0 to {num_layers}, such as 0,1,{num_layers}")
-    return chosen
-
-
-def new_config(source: SourceModel, config: DraftTrainConfig, size: int) -> Eagle3Config:
-    """Return the config of a new head with the target's width and attention heads, and an MLP as wide as the active one
-    of its first layer. RoPE is unscaled, with the target's base."""
-    from transformers import LlamaConfig
-
-    spec, first = source.spec, source.spec.layers[0]
-    if config.kv_heads and first.num_heads % config.kv_heads:
-        raise UserError(f"kv_heads = {config.kv_heads} must divide the model's {first.num_heads} heads, or be 0")
-    layer = LlamaConfig(
-        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, num_hidden_layers=1,
-        intermediate_size=first.mlp_params // (3 * spec.hidden_size) * (first.moe.top_k if first.moe else 1),
-        num_attention_heads=first.num_heads, num_key_value_heads=config.kv_heads or first.num_kv_heads,
-        head_dim=first.head_dim, rms_norm_eps=source.config.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=spec.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta}, mlp_bias=False,
-    )  # fmt: skip
-    return Eagle3Config(
-        layer, spec.hidden_size, size, boundaries(config.boundaries, spec.num_layers), config.sliding_window or None,
-        # The norms of a few tokens' states exceed the others by factors of hundreds.
-        fc_norm=True,
-    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,15 +95,17 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
     regenerated = [read_answers(folder) for folder in folders]
     texts = read_texts(config, [answer for _, answers in regenerated for answer in answers])
     source.check_tokens(texts.feed.phases[0].rows.ids, texts.validation.ids)
+    kind = KINDS[config.kind]
     init_head = read_head(Path(config.init), spec.num_layers) if config.init else None
     if init_head is None:
         all_ids = torch.arange(spec.vocab_size)
         ids = vocabulary.read(Path(config.vocabulary), spec.vocab_size) if config.vocabulary else all_ids
-        shape = new_config(source, config, len(ids))
+        shape = kind.new_config(source, config, len(ids))
     else:
         if config.vocabulary or config.boundaries or config.kv_heads:
             raise UserError("--init defines vocabulary, boundaries and key-value heads; do not give them as options")
         _check_init(init_head.config, spec, config)
+        init_head = kind.adopt(init_head, source, config.seed)
         ids, shape = init_head.target_ids, init_head.config
     group = distributed.init_process_group(resolve_device(config.device))
     check_divisible(texts.feed, group.world_size)
@@ -160,11 +133,11 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
             log(f"{out} is finished already")
         return previous
     with training_artifact(out, manifest, group) as partial:
-        _train(source, shape, ids, init_head, config, texts, manifest, partial, group)
+        _train(source, kind, shape, ids, init_head, config, texts, manifest, partial, group)
     return manifest
 
 
-def _check_init(head: Eagle3Config, spec: ModelSpec, config: DraftTrainConfig) -> None:
+def _check_init(head: DraftConfig, spec: ModelSpec, config: DraftTrainConfig) -> None:
     try:
         check_head(head, spec.hidden_size, spec.vocab_size)
     except UserError as error:
@@ -174,14 +147,14 @@ def _check_init(head: Eagle3Config, spec: ModelSpec, config: DraftTrainConfig) -
 
 
 def _initialized_head(
-    shape: Eagle3Config, ids: Tensor, rows: packing.Rows, states: Callable[[packing.Rows], States], embedding: Tensor,
-    target_head: Tensor, seed: int, work: TensorStore, group: distributed.ProcessGroup,
-) -> Eagle3Head:  # fmt: skip
-    """Return a head initialised by drafting/initialize.py, computed once, by rank 0."""
-    head = Eagle3Head(shape)
+    kind: HeadKind, shape: Any, ids: Tensor, rows: packing.Rows, states: Callable[[packing.Rows], States],
+    embedding: Tensor, target_head: Tensor, seed: int, work: TensorStore, group: distributed.ProcessGroup,
+) -> Any:  # fmt: skip
+    """Return a head initialised by its kind, computed once, by rank 0."""
+    head = kind.make(shape)
     if "start" not in work and group.is_main_process:
         text = initialize.Text(rows, states, embedding.float(), shape.layer.rms_norm_eps)
-        initialize.initialize_head(head, text, target_head, seed)
+        kind.initialize(head, text, target_head, seed)
         work["start"] = dict(head.named_parameters())
     group.barrier()
     head.load_state_dict({**buffers(shape, ids), **work["start"]})
@@ -199,7 +172,7 @@ def states_cache(work: TensorStore, boundaries: tuple[int, ...]) -> TeacherCache
 
 
 def _train(
-    source: SourceModel, shape: Eagle3Config, ids: Tensor, init_head: Eagle3Head | None, config: DraftTrainConfig,
+    source: SourceModel, kind: HeadKind, shape: Any, ids: Tensor, init_head: Any, config: DraftTrainConfig,
     texts: Texts, manifest: Manifest, partial: Path, group: distributed.ProcessGroup,
 ) -> None:  # fmt: skip
     """Fill the directory `partial` and the manifest's metrics."""
@@ -224,17 +197,20 @@ def _train(
         else:
             states = functools.partial(capture, target, boundaries=shape.boundaries)
         head = init_head or _initialized_head(
-            shape, ids, rows, states, embedding, target_head, config.seed, work, group
+            kind, shape, ids, rows, states, embedding, target_head, config.seed, work, group
         )
     head = head.to(device, param_dtype)
     parameters = sum(tensor.numel() for tensor in head.parameters())
-    objective = UnrolledHead(
-        head, None if config.cache else target, embedding, target_head, config.unroll,
-        texts.described["columns"] / len(rows),
-    )  # fmt: skip
+    objective = kind.objective(
+        head, None if config.cache else target, embedding, target_head, config, texts.described["columns"] / len(rows)
+    )
     del target
-    names = [name for name, _ in head.named_parameters()]
-    validation = Validation(texts.validation, functools.partial(cache, 1), max(1, config.micro_tokens // config.seqlen))
+    names = kind.trained(head)
+    frozen = {name: tensor for name, tensor in head.named_parameters() if name not in names}
+    validation = Validation(
+        texts.validation, functools.partial(cache, 1), max(1, config.micro_tokens // config.seqlen),
+        kind.draft_tokens(shape),
+    )  # fmt: skip
     with timed(seconds, "train"):
         trainer = train(
             "draft train", objective, texts.feed, validation, config, partial, group, dtype=dtype, subsets=["head"],
@@ -242,7 +218,9 @@ def _train(
         )  # fmt: skip
     trainer.write_last_weights(partial, torch.float16)
     if group.is_main_process:
-        written = Eagle3Head(shape)
-        written.load_state_dict({**buffers(shape, ids), **trainer.trained_weights(best=True)})
+        written = kind.make(shape)
+        written.load_state_dict({**buffers(shape, ids), **frozen, **trainer.trained_weights(best=True)})
         write_head(written, partial)
-    manifest.metrics = {"text": texts.described, "parameters": parameters, **trainer.metrics()}
+    manifest.metrics = {
+        "text": texts.described, "parameters": parameters, "draft_tokens": kind.draft_tokens(shape), **trainer.metrics()
+    }  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlaforge.checkpoint.converted_config import is_sparse
-from mlaforge.checkpoint.eagle3 import check_head, read_head
+from mlaforge.checkpoint.draft_head import DraftHead, read_head
+from mlaforge.checkpoint.eagle3 import check_head
 from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.cache.device_tables import DeviceTables
@@ -13,19 +14,20 @@ from mlaforge.engine.cache.kv_cache import Cache
 from mlaforge.engine.config import EngineConfig
 from mlaforge.engine.config_checks import check_config, check_deterministic
 from mlaforge.engine.execution.attention import make_paged_attention
-from mlaforge.engine.execution.batch import make_batch
+from mlaforge.engine.execution.batch import Batch, Chunk, make_batch
 from mlaforge.engine.execution.model import EngineModel, choose_format
 from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.execution.step_bytes import StepBytesModel
 from mlaforge.engine.memory import cache_layout
 from mlaforge.engine.scheduler import Scheduler
+from mlaforge.engine.speculation.block import BlockDrafter
 from mlaforge.engine.speculation.drafter import Drafter, TreeDrafter
 from mlaforge.engine.speculation.eagle3 import EagleDrafter
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.engine.speculation.policy import Policy
 from mlaforge.engine.speculation.sparse_view import SparseView, SparseViewConfig, sparse_view_format
 from mlaforge.engine.speculation.speculation import Speculation
-from mlaforge.modeling.eagle3 import Eagle3Head
+from mlaforge.modeling.block_head import BlockHead
 from mlaforge.ops import tuned
 from mlaforge.ops.token_selection import KEY_TILE
 from mlaforge.runtime import UserError, log, resolve_device
@@ -91,10 +93,14 @@ class Builder:
         if self.head is None:
             return None
         group = len(self.tables.groups) - 1
-        return EagleDrafter(
-            self.head, self.model, self.cache.rows[-1],
-            lambda chunks: make_batch(chunks, self.tables, self.device, (group,)), self.runner.graphs,
-        )  # fmt: skip
+
+        def draft_batch(chunks: list[Chunk]) -> Batch:
+            return make_batch(chunks, self.tables, self.device, (group,))
+
+        if isinstance(self.head, BlockHead):
+            rows = self.cache.rows[-len(self.head.layers) :]
+            return BlockDrafter(self.head, self.model, rows, draft_batch)
+        return EagleDrafter(self.head, self.model, self.cache.rows[-1], draft_batch, self.runner.graphs)
 
     def speculation(
         self, drafter: Drafter, config: EngineConfig, prompt_lookup: bool, view: SparseViewConfig | None = None
@@ -102,6 +108,8 @@ class Builder:
         """Return the modes of a drafter and the policy that chooses among them. view: of sparse-view steps, instead of
         the option's."""
         length, lookup_tokens, lookup = config.max_draft_tokens, config.max_lookup_tokens, None
+        if drafter.longest is not None:
+            length = min(config.num_speculative_tokens or drafter.longest, drafter.longest)
         if prompt_lookup:
             lookup = drafter if isinstance(drafter, PromptLookupDrafter) else PromptLookupDrafter()
         modes: list[Drafter] = [drafter]
@@ -134,12 +142,15 @@ class Builder:
             attention, layers[index].kind, layers[index].group, rows[index], specs[index].sinks, model.format
         ))  # fmt: skip
 
-    def _read_head(self) -> Eagle3Head:
+    def _read_head(self) -> DraftHead:
         directory, spec = Path(self.config.speculative), self.source.spec
         if not directory.is_dir():
             raise UserError(
-                f"speculative = {self.config.speculative!r} must be none, ngram, or the directory of an EAGLE-3 head"
+                f"speculative = {self.config.speculative!r} must be none, ngram, or the directory of a draft head"
             )
         head = read_head(directory, spec.num_layers)
         check_head(head.config, spec.hidden_size, spec.vocab_size)
+        one_pass = isinstance(head, BlockHead) or head.config.mask_token_id is not None
+        if one_pass and self.config.speculative_tree_tokens:
+            raise UserError(f"{directory} drafts in one pass, and no trees; speculative_tree_tokens must be 0")
         return head

@@ -74,7 +74,7 @@ class EngineConfig(Options):
     prefix_caching: bool = option(True, "keep the computed rows of a prompt for later prompts with the same prefix")
     speculative: str = option(
         "none", "drafter of tokens that one step then verifies: none, ngram (prompt lookup: what followed the same "
-        "tokens earlier in the text), or the directory of an EAGLE-3 head",
+        "tokens earlier in the text), or the directory of a draft head",
     )  # fmt: skip
     num_speculative_tokens: int | None = option(
         None, f"drafted tokens per step and sequence ({DEFAULT_DRAFT_TOKENS}, and up to {MAX_DRAFT_TOKENS} by prompt "

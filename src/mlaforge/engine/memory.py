@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from mlaforge.checkpoint.draft_head import DraftHead
 from mlaforge.engine.cache.block_tables import CacheGroup
 from mlaforge.engine.cache.kv_cache import (
     CacheTooSmall,
@@ -18,11 +19,10 @@ from mlaforge.engine.cache.kv_cache import (
     size_groups,
 )
 from mlaforge.engine.config import EngineConfig
-from mlaforge.engine.execution.draft_head import head_cache, head_format
+from mlaforge.engine.execution.draft_head import head_caches, head_format
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.weight_bytes import weight_bytes
 from mlaforge.engine.speculation.sparse_view import sparse_view_format
-from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops import native
 from mlaforge.ops.row_formats.int8 import Int8
 from mlaforge.runtime import UserError
@@ -32,7 +32,7 @@ SMALLER_FORMATS = {"cpu": ("bfloat16", "int8", "int4"), "cuda": ("bfloat16",)}
 
 
 def cache_layout(
-    model: EngineModel, head: Eagle3Head | None, config: EngineConfig, max_model_len: int, name: str
+    model: EngineModel, head: DraftHead | None, config: EngineConfig, max_model_len: int, name: str
 ) -> tuple[list[LayerCache], list[CacheGroup]]:
     """Return the cache of every layer, a draft head's last, and the groups with their blocks: `cache_bytes` in all, or
     `cache_fraction` of the memory that the weights leave. `name` is the model's, for error messages.
@@ -46,7 +46,7 @@ def cache_layout(
     if model.device.type == "cuda" and any(layer.kind != "gqa" and isinstance(layer.format, Int8) for layer in layers):
         raise UserError("kv_cache_dtype int8 is for grouped-query layers on a GPU, not for latents; use auto or fp8")
     if head is not None:
-        layers.append(head_cache(head.config, len(windows), model.dtype))
+        layers += head_caches(head.config, len(windows), model.dtype)
         windows.append(head.config.sliding_window)
     minimum = MinimumCache.of(layers, windows, block_size, max_model_len, max_step).bytes
     free = free_bytes(model.device)
@@ -68,7 +68,7 @@ def cache_layout(
     return layers, groups
 
 
-def _weights(model: EngineModel, head: Eagle3Head | None, config: EngineConfig, format: str) -> int:
+def _weights(model: EngineModel, head: DraftHead | None, config: EngineConfig, format: str) -> int:
     """Bytes of all weights in a format: the model's, a draft head's, and those of sparse-view steps."""
     total = model.weight_bytes(format)
     if head is not None:

@@ -62,10 +62,12 @@ def _drafter(method: Any, model: Any) -> Any:
         if model not in (None, "ngram"):
             raise UserError(f"speculative_config: method ngram needs no model, and model is {model!r}; leave it out")
         return "ngram"
-    if method not in (None, "eagle3"):
-        raise UserError(f"speculative_config: method {method!r} is not supported; use ngram, or eagle3 with a model")
+    if method not in (None, "eagle3", "dflash"):
+        raise UserError(
+            f"speculative_config: method {method!r} is not supported; use ngram, or eagle3 or dflash with a model"
+        )
     if not model or (method and model in ("none", "ngram")):
-        raise UserError("speculative_config: model must be the directory of an EAGLE-3 head, or method must be ngram")
+        raise UserError("speculative_config: model must be the directory of a draft head, or method must be ngram")
     return model
 
 

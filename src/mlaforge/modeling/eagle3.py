@@ -35,6 +35,8 @@ class Eagle3Config:
     fc_norm               one norm per captured state
     norm_output           the normed output becomes the next state
     has_embed_tokens      the head has `embed_tokens`; otherwise it uses the target's
+    mask_token_id         of a head that drafts all tokens in one pass (P-EAGLE, arXiv:2602.01469): after the first, the
+                          input is this token and the learnt `mask_state` instead of the drafted token and its state
     """
 
     layer: Any
@@ -47,6 +49,7 @@ class Eagle3Config:
     fc_norm: bool = False
     norm_output: bool = False
     has_embed_tokens: bool = False
+    mask_token_id: int | None = None
 
 
 class Eagle3Attention(nn.Module):
@@ -114,6 +117,8 @@ class Eagle3Head(nn.Module):
         self.midlayer = Eagle3Layer(config)
         self.norm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
         self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
+        if config.mask_token_id is not None:
+            self.mask_state = nn.Parameter(torch.zeros(layer.hidden_size))
         if config.has_embed_tokens:
             self.embed_tokens = nn.Embedding(layer.vocab_size, layer.hidden_size)
         if config.draft_vocab_size != layer.vocab_size:

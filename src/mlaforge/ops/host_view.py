@@ -163,6 +163,10 @@ class Runs(Sequence[SlotRuns]):
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def take(self, sequences: Sequence[int]) -> Runs:
+        """Return the runs of some sequences, in any order and number."""
+        return Runs([self._blocks[s] for s in sequences], [self._lengths[s] for s in sequences], self._block_size)
+
     @overload
     def __getitem__(self, index: int) -> SlotRuns: ...
 

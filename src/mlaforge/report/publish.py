@@ -23,8 +23,8 @@ PLACES = {
     "convert": "", "sparsify": "", "heal": "", "export_deepseek": "", "card": "", "draft train": "draft",
     "draft import": "draft", "draft export": "draft", "calibrate": "calibration",
 }  # fmt: skip
-# Architecture in the config of a draft head without a manifest.
-HEAD = "LlamaForCausalLMEagle3"
+# Architectures in the config of a draft head without a manifest.
+HEADS = {"LlamaForCausalLMEagle3", "BlockDraftModel"}
 KINDS = (
     ".safetensors", ".gguf", ".json", ".jsonl", ".yaml", ".yml", ".md", ".txt", ".jinja", ".png", ".html", ".model",
     "_mla.py",
@@ -134,7 +134,7 @@ def _head_stage(folder: Path) -> str:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    return "draft train" if isinstance(config, dict) and HEAD in (config.get("architectures") or ()) else ""
+    return "draft train" if isinstance(config, dict) and HEADS & set(config.get("architectures") or ()) else ""
 
 
 def _reason(file: Path, known: bool) -> str:

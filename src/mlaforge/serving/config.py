@@ -6,7 +6,7 @@ import dataclasses
 
 from mlaforge.config import option
 from mlaforge.engine import vllm_names
-from mlaforge.engine.config import EngineConfig
+from mlaforge.engine.config import MAX_DRAFT_TOKENS, EngineConfig
 from mlaforge.engine.request.harmony import EFFORTS
 from mlaforge.engine.request.text_format import REASONING_PARSERS, TOOL_PARSERS
 
@@ -36,6 +36,14 @@ class GenerateConfig(EngineConfig):
         "1)", "fraction",
     )  # fmt: skip
     seed: int | None = option(None, "seed of sampling (default: a random one)")
+    diffusion: bool = option(
+        False, "experimental: print how the block head of --speculative fills masked places, and which of its tokens "
+        "the model accepts and replaces",
+    )  # fmt: skip
+    denoise_steps: int = option(
+        1, "with --diffusion, passes that fill a block; later ones fill its less likely places again", "passes",
+        least=1, most=MAX_DRAFT_TOKENS,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,11 +19,18 @@ from mlaforge.engine.sampling.defaults import announce
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.runtime import resolve_device, timed
 from mlaforge.serving.config import ChatConfig, GenerateConfig
+from mlaforge.serving.diffusion import Diffusion, ShowPlaces
 from mlaforge.synthesis.repetition import repeats_from
 
 
-def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> dict[str, Any]:
-    """Return one model's continuation with its time and cache bytes. `tokens_per_second` excludes the first token."""
+def continue_prompt(
+    model: str | Path | SourceModel, config: GenerateConfig, show: ShowPlaces | None = None
+) -> dict[str, Any]:
+    """Return one model's continuation with its time and cache bytes. `tokens_per_second` excludes the first token.
+    show: of Diffusion, for --diffusion."""
+    if config.diffusion:
+        # Whole blocks, not what pays.
+        config = dataclasses.replace(config, adaptive_speculation=False)
     llm = LLM(model, config, harmony=config.harmony)
 
     def outputs(params: SamplingParams) -> Iterator[RequestOutput]:
@@ -36,6 +43,8 @@ def continue_prompt(model: str | Path | SourceModel, config: GenerateConfig) -> 
     # Generate one token first, so that warming up is not timed.
     for _ in outputs(dataclasses.replace(params, max_tokens=1)):
         pass
+    if config.diffusion and show is not None:
+        Diffusion(llm, config.denoise_steps, show)
     start, first, cache_bytes, prompt_tokens, ids, text, reasoning = time.perf_counter(), 0.0, 0, 0, [], [], []
     for output in outputs(params):
         first = first or time.perf_counter()
@@ -71,8 +80,11 @@ def _params(llm: LLM, config: GenerateConfig | ChatConfig, temperature: float, t
     return SamplingParams(max_tokens=config.max_new_tokens, seed=config.seed, **values)
 
 
-def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = False) -> Manifest:
-    """Continue the prompt with MODEL, and with `against` if set; write an artifact if `out` is given."""
+def run(
+    model: str, out: Path | None, config: GenerateConfig, overwrite: bool = False, show: ShowPlaces | None = None
+) -> Manifest:
+    """Continue the prompt with MODEL, and with `against` if set; write an artifact if `out` is given. show: as in
+    continue_prompt."""
     head = Path(config.speculative)
     sources = [SourceModel.open(name) for name in dict.fromkeys((model, config.against)) if name]
     manifest = Manifest(
@@ -91,7 +103,7 @@ def run(model: str, out: Path | None, config: GenerateConfig, overwrite: bool = 
         format = choose_format(config.dtype, sources[0], resolve_device(config.device))
         config = dataclasses.replace(config, dtype=format)
         with timed(manifest.seconds, "generate"):
-            runs = [{"model": source.name, **continue_prompt(source, config)} for source in sources]
+            runs = [{"model": source.name, **continue_prompt(source, config, show)} for source in sources]
         manifest.metrics = {"prompt": config.prompt, "runs": runs}
     return manifest
 

@@ -8,8 +8,9 @@ import pytest
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.drafter import Draft
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+from support import block_heads, eagle3_heads
 from support.drafters import Drawing
-from support.eagle3_heads import recorded, saved
+from support.eagle3_heads import recorded
 from support.engine_driver import Oracle, idle, random_prompts, renew, watched
 from support.speculating import NARROW, check_identities, deviations, drawn, outcomes, partly, speculate, tokens
 
@@ -34,7 +35,17 @@ def lie(drafter):
 
 # What prompt lookup copies: whichever of two tokens is sampled twice, each pair occurred before.
 RUNS = [[6, 9, *pair, 21, 20, 20, 21, before] for before, pair in enumerate(itertools.product((20, 21), repeat=2))]
-LENGTHS = {"head": {2}, "likely": {0, 1, 2}, "likely, cut afterwards": {0, 1, 2}}
+SOME = {0, 1, 2}
+LENGTHS = {
+    "head": {2},
+    "likely": SOME,
+    "likely, cut afterwards": SOME,
+    "block": {2},
+    "parallel": {2},
+    "likely block": {0, 1},
+}
+# Probability below which a path is not drafted.
+LEAST = {"likely": 0.5, "likely, cut afterwards": 0.5, "likely block": 0.7}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +61,9 @@ def test_sampled_tokens_follow_the_targets_distribution(mode, kind, tiny_models,
     prompt = random_prompts(80)[0] if mode == "sparse view" else random_prompts(40, 40, seed=4)[1][:9]
     prompt += [*itertools.chain(*RUNS), 6, 9] * copied
     exact = outcomes(Oracle(directory), prompt, length, vocabulary, 2.0)
-    head = {"speculative": str(saved(tmp_path / "head", tokens=[7, *vocabulary]))} if kind in LENGTHS else {}
+    saved = block_heads.saved if "block" in kind else eagle3_heads.saved
+    masks = {"mask_token_id": 5} if kind == "parallel" else {}
+    head = {"speculative": str(saved(tmp_path / "head", tokens=[7, *vocabulary], **masks))} if kind in LENGTHS else {}
     llm = watched(directory, cache_bytes=16 << 20, **head)
     renew(llm.engine, 4000, 140, block_size=4, max_step=4096, max_num_seqs=300)
     drafter = llm.engine.speculation.drafter if head else (Chosen if kind == "chosen" else Drawing)(vocabulary, 260)
@@ -58,7 +71,7 @@ def test_sampled_tokens_follow_the_targets_distribution(mode, kind, tiny_models,
         speculate(llm.engine, drafter, 2)
     else:
         drafter = partly(llm.engine, drafter, 2, copied, dtype="model", base=NARROW).sparse_view
-    seen = recorded(drafter, 0.5 * kind.startswith("likely")) if head else []
+    seen = recorded(drafter, LEAST.get(kind, 0.0)) if head else []
     if head:
         drafter.stops_early = kind != "likely, cut afterwards"
     if kind == "lying":
@@ -73,10 +86,10 @@ def test_sampled_tokens_follow_the_targets_distribution(mode, kind, tiny_models,
     assert deviations(counts, exact) > 5 if kind == "lying" else deviations(counts, exact) < 3.5
 
 
-@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("head", [None, eagle3_heads, block_heads], ids=["ngram", "eagle3", "block"])
 def test_seed_reproduces_tokens_under_sparse_views(head, tiny_models, tmp_path):
     """With nothing cached and everything, beside others and alone."""
-    drafter = str(saved(tmp_path / "head")) if head else "ngram"
+    drafter = str(head.saved(tmp_path / "head")) if head else "ngram"
     llm = watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=64 << 20, max_num_seqs=8, speculative=drafter)
     prompts = [prompt * 3 for prompt in random_prompts(80, 100)]
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True, n=2)

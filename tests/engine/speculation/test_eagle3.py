@@ -12,7 +12,7 @@ from mlaforge.checkpoint.eagle3 import read_head
 from mlaforge.engine import builder
 from mlaforge.engine.cache.device_tables import DeviceTables
 from mlaforge.engine.sampling.params import SamplingParams
-from mlaforge.engine.speculation.eagle3 import sample_distribution
+from mlaforge.engine.speculation.draft_sampling import sample_distribution
 from support.eagle3_heads import HEADS, check_drafts, draft_logits, recorded, saved
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
 from support.host_reads import host_reads

@@ -21,8 +21,8 @@ from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from mlaforge.ops import native
 from mlaforge.runtime import UserError
+from support import block_heads, eagle3_heads
 from support.drafters import Branching, Knowing
-from support.eagle3_heads import saved
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
 from support.plain_decoding import Plain, published, rows_in
 from support.speculating import CASES, HOW, NARROW, AnyLength, branch, check_identities, partly, speculate, tokens
@@ -420,12 +420,31 @@ def test_long_contexts(lengths, counts, tree, spare, family, dtype, lengthened):
     lossless(*lengthened(*family), dtype, lengths, counts, tree, spare)
 
 
+HEADS = {"eagle3": (eagle3_heads, {}), "parallel": (eagle3_heads, {"mask_token_id": 5}), "block": (block_heads, {})}
+
+
+def save(kind, folder, **fields):
+    heads, more = HEADS[kind]
+    return heads.saved(folder / "head", **more, **fields)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", LONG_CASES, ids=str)
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_in_batches(kind, family, dtype, lengthened, tmp_path):
+    """Its rows are found with the prompts'; some prompts are preempted."""
+    options = {"speculative": str(save(kind, tmp_path, sliding_window=9))}
+    lossless(*lengthened(*family), dtype, (130, 9, 60, 90), (1, 3), spare=12, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", LONG_CASES, ids=str)
-def test_a_head_in_long_contexts(family, dtype, lengthened, tmp_path):
-    """An EAGLE-3 head with a window, whose rows are found with the prompt's."""
-    folder = saved(tmp_path / "head", sliding_window=64, layer={"max_position_embeddings": LONG + 64})
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_in_long_contexts(kind, family, dtype, lengthened, tmp_path):
+    """A head with a window, whose rows are found with the prompt's."""
+    folder = save(kind, tmp_path, sliding_window=64, layer={"max_position_embeddings": LONG + 64})
     options = {"speculative": str(folder), "adaptive_speculation": False}
     lossless(*lengthened(*family), dtype, (4000, 130), (3, 8), **options)
-    lossless(*lengthened(*family), dtype, (4000,), (3, 6), tree=12, **options)
+    if kind == "eagle3":
+        lossless(*lengthened(*family), dtype, (4000,), (3, 6), tree=12, **options)

@@ -145,6 +145,22 @@ def _host_table(tables: Sequence[Sequence[int]], device: torch.device) -> torch.
     return uploaded(table_SB, device)
 
 
+def mutual_view(view: CacheView) -> CacheView:
+    """Return the view in which the query tokens of a sequence see each other, later ones too: each is a sequence that
+    ends with the last of them. For block heads; the view must be of the host (make_views) and without a tree."""
+    assert view.tree_Tn is None and isinstance(view.runs, Runs)
+    sequences, device = [s for s, T in enumerate(view.queries) for _ in range(T)], view.slots_N.device
+    sequence_N = on_device(sequences, torch.int64, device)
+    N = len(sequences)
+    return dataclasses.replace(
+        view, block_table_SB=view.block_table_SB.index_select(0, sequence_N),
+        seq_lens_S=view.seq_lens_S.index_select(0, sequence_N), first_S=view.first_S.index_select(0, sequence_N),
+        query_start_S1=torch.arange(N + 1, dtype=torch.int32, device=device), max_query=1, queries=(1,) * N,
+        lengths=tuple(view.lengths[s] for s in sequences), runs=view.runs.take(sequences), generating=(True,) * N,
+        selecting=(False,) * N,
+    )  # fmt: skip
+
+
 def query_token_view(view: CacheView) -> CacheView:
     """Return the view in which each query token with a selection is a sequence that ends with it, as when it is decoded
     alone; `view` itself if that is the case. Other sequences stay whole. Nodes of a tree keep all of its rows, and

@@ -135,10 +135,8 @@ class PagedGroupedQueryAttention:
     def __call__(self, normed_NC: Tensor, view: CacheView, step: Step, residual_NC: Tensor | None) -> Tensor:
         """Return the layer's output for normed hidden states, plus `residual_NC`. `view`: of the layer's group."""
         N, H, G, D = normed_NC.shape[0], self.num_heads, self.num_kv_heads, self.head_dim
-        qkv = self.qkv(normed_NC)
+        qkv = self.store(normed_NC, view, step)
         qk_NHD = qkv[:, : (H + G) * D].view(N, H + G, D)
-        # In place, so that the row to cache follows the queries in memory.
-        self.rope_and_store(qkv, step.rotation_N1P, self.rows, view.slots_N, H + G, D, self.norms)
         if view.packs_2K is not None:
             self.rows.pack(view.packs_2K, view.block_size)
         probe = step.probe(view)
@@ -154,6 +152,15 @@ class PagedGroupedQueryAttention:
         else:
             out_NHD = self.attend(q_NHD, self.rows, view, self.scaling, self.sinks)[0]
         return self.o_proj(out_NHD.reshape(N, H * D), residual_NC)
+
+    def store(self, normed_NC: Tensor, view: CacheView, step: Step) -> Tensor:
+        """Write the rows of normed hidden states to the cache; return rotated queries and keys, and values, side by
+        side."""
+        qkv = self.qkv(normed_NC)
+        # In place, so that the row to cache follows the queries in memory.
+        heads = self.num_heads + self.num_kv_heads
+        self.rope_and_store(qkv, step.rotation_N1P, self.rows, view.slots_N, heads, self.head_dim, self.norms)
+        return qkv
 
     def capturable(self, view: CacheView) -> bool:
         """Whether a CUDA graph can capture a step of this layer."""

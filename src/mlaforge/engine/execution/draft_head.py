@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mlaforge.checkpoint.eagle3 import check_head
+from mlaforge.checkpoint.draft_head import DraftHead
+from mlaforge.checkpoint.eagle3 import DraftConfig, check_head
 from mlaforge.engine.cache.kv_cache import LayerCache
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.execution.batch import Batch
@@ -17,16 +18,18 @@ from mlaforge.engine.execution.linear import QUANTIZED, fused, vocabulary_head
 from mlaforge.engine.execution.mlp import GatedMlp
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
-from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
+from mlaforge.modeling.block_head import BlockConfig
+from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops import native
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats.plain import Plain, dtype_name
 
 
-def head_cache(config: Eagle3Config, group: int, dtype: torch.dtype) -> LayerCache:
-    """Cache layer of the head in cache group `group`: rows are always in the model's dtype."""
+def head_caches(config: DraftConfig, group: int, dtype: torch.dtype) -> list[LayerCache]:
+    """Cache of each of the head's layers, in cache group `group`: rows are always in the model's dtype."""
     width = 2 * config.layer.num_key_value_heads * config.layer.head_dim
-    return LayerCache("gqa", Plain(width, dtype_name(dtype)), group)
+    layers = config.layer.num_hidden_layers if isinstance(config, BlockConfig) else 1
+    return [LayerCache("gqa", Plain(width, dtype_name(dtype)), group)] * layers
 
 
 def head_format(format: str, device: torch.device) -> str:
@@ -38,14 +41,13 @@ def head_format(format: str, device: torch.device) -> str:
     return "int8" if format == "bfloat16" and device.type == "cpu" and native.is_available() else format
 
 
-def _converted(head: Eagle3Head, dtype: torch.dtype, format: str) -> Eagle3Head:
+def convert(head: DraftHead, dtype: torch.dtype, format: str) -> None:
     """Convert the head to the model's dtype, in place, except matrices that will be quantized: they are rounded once,
     and a head that is stored in int8 gets the same codes again."""
     for name, parameter in head.named_parameters():
         quantized = format in QUANTIZED and parameter.ndim == 2 and not name.startswith("embed_tokens.")
         if not quantized:
             parameter.data = parameter.data.to(dtype)
-    return head
 
 
 class PagedDraftHead:
@@ -56,7 +58,7 @@ class PagedDraftHead:
         self.config = config = head.config
         check_head(config, model.spec.hidden_size, model.spec.vocab_size)
         self.format = head_format(model.format, model.device)
-        head = _converted(head.to(model.device), model.dtype, self.format)
+        convert(head.to(model.device), model.dtype, self.format)
         layer, norm = head.midlayer, model.make_norm
         self.embedding = head.embed_tokens.weight if config.has_embed_tokens else model.embedding
         self.state_norms = [norm(weight) for weight in head.fc_norm] if config.fc_norm else None
@@ -71,6 +73,7 @@ class PagedDraftHead:
         smaller = config.draft_vocab_size < model.spec.vocab_size
         tag = "draft_lm_head_smallvoc" if smaller else "draft_lm_head"
         self.norm, self.lm_head = norm(head.norm), vocabulary_head(head.lm_head.weight, self.format, tag)
+        self.mask_state = None if config.mask_token_id is None else head.mask_state.detach()
         self.angles = RotaryEmbedding(head.rotary(), self.attention.head_dim, model.dtype)
 
     def fused(self, states_NS: Tensor) -> Tensor:

@@ -123,10 +123,12 @@ class Drafter(abc.ABC):
 
     name         the mode's name
     boundaries   layers whose input, the target's residual stream, is captured for `observe`
+    longest      tokens of its longest draft, and by default of any; None: as the options say
     """
 
     name = "chain"
     boundaries: tuple[int, ...] = ()
+    longest: int | None = None
 
     @functools.cached_property
     def acceptance(self) -> Acceptance:

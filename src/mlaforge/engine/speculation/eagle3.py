@@ -29,6 +29,7 @@ from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
+from mlaforge.engine.speculation.draft_sampling import sample_drafts
 from mlaforge.engine.speculation.drafter import Draft, Drafter, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops.paged_rows import PagedRows
@@ -99,12 +100,6 @@ def _drafts(chains: list[_Depth], min_probability: float) -> dict[Sequence, Draf
     return {s: Draft(ids, torch.stack(qs[s]) if qs[s] else None) for s, ids in tokens.items()}
 
 
-def sample_distribution(distribution_V: Tensor, generator: torch.Generator) -> Tensor:
-    """Sample a token of a distribution [V], int64 []. The same draw as torch.multinomial, which first validates the
-    distribution: on a GPU the host would wait for that."""
-    return (distribution_V / torch.empty_like(distribution_V).exponential_(generator=generator)).argmax()
-
-
 class EagleDrafter(Drafter):
     """Drafts a chain per sequence, greedily for greedy requests, otherwise sampled from the head's distribution; or a
     tree for a single sequence.
@@ -127,7 +122,7 @@ class EagleDrafter(Drafter):
         self.head, self.target_ids = PagedDraftHead(head, model, rows), head.target_ids.to(model.device)
         self.stops_early = model.device.type == "cpu"
         self.graphs: DraftGraphs | None = None
-        if graphs is not None:
+        if graphs is not None and self.head.mask_state is None:
             self.graphs = DraftGraphs(
                 self._drafted, lambda run: graphs.capture(run), graphs.scratch[-1], graphs.max_num_seqs
             )  # fmt: skip
@@ -158,7 +153,8 @@ class EagleDrafter(Drafter):
         drafts: list[Draft | None] = [None] * len(budgets)
         if not known:
             return drafts
-        chains = _drafts(self._chains([budgets[i] for i in known], min_probability), min_probability)
+        draft = self._chains if self.head.mask_state is None else self._parallel
+        chains = _drafts(draft([budgets[i] for i in known], min_probability), min_probability)
         for i in known:
             drafts[i] = chains[budgets[i][0]]
         return drafts
@@ -172,6 +168,7 @@ class EagleDrafter(Drafter):
             if replayed is not None:
                 return replayed
         probability_S = torch.ones(len(active), dtype=torch.float64, device=self.model.device)
+        vocabulary = self.model.spec.vocab_size
         with span("DRAFT", self.model.device):
             for depth in range(max(count for _, count in active)):
                 if depth:
@@ -192,7 +189,44 @@ class EagleDrafter(Drafter):
                     # NaN where the head's logits are not finite.
                     probability_S = probability_S * logits_SV.float().softmax(-1).amax(-1)
                 sequences = [sequence for sequence, _ in active]
-                chains.append(_Depth(sequences, *self._sample(logits_SV, sequences), probability_S))
+                chains.append(
+                    _Depth(sequences, *sample_drafts(logits_SV, sequences, self.target_ids, vocabulary), probability_S)
+                )
+        return chains
+
+    def _parallel(self, active: list[tuple[Sequence, int]], min_probability: float) -> list[_Depth]:
+        """As `_chains` for a head with masks: all tokens after the first from one pass."""
+        assert self.head.mask_state is not None
+        outs, firsts, chunks = [self._outs[sequence.number][1] for sequence, _ in active], [], []
+        rows = len(active)
+        for sequence, count in active:
+            firsts.append(rows - 1)
+            stop = sequence.computed + count - 1
+            if count > 1:
+                chunks.append(Chunk(sequence.number, range(stop), sequence.computed, stop))
+            rows += count - 1
+        out_NC = torch.stack(outs)
+        with span("DRAFT", self.model.device):
+            if chunks:
+                N = rows - len(active)
+                ids_N = self._ids([self.head.config.mask_token_id or 0] * N)
+                masked_NC = self.head(self.head.mask_state.expand(N, -1), ids_N, self._make_batch(chunks))
+                out_NC = torch.cat((out_NC, masked_NC))
+            logits_NV, vocabulary = self.head.logits(out_NC), self.model.spec.vocab_size
+            probability_N = logits_NV.float().softmax(-1).amax(-1).double() if min_probability else None
+            chains: list[_Depth] = []
+            for depth in range(max(count for _, count in active)):
+                indices = [i for i, (_, count) in enumerate(active) if count > depth]
+                sequences = [active[i][0] for i in indices]
+                rows_S = self._ids([firsts[i] + depth if depth else i for i in indices])
+                drafted = sample_drafts(logits_NV.index_select(0, rows_S), sequences, self.target_ids, vocabulary)
+                path_S = torch.ones(len(indices), dtype=torch.float64, device=self.model.device)
+                if probability_N is not None:
+                    path_S = probability_N.index_select(0, rows_S)
+                    if chains:
+                        before = [chains[-1].sequences.index(sequence) for sequence in sequences]
+                        path_S = path_S * chains[-1].probability_S.index_select(0, self._ids(before))
+                chains.append(_Depth(sequences, *drafted, path_S))
         return chains
 
     def _uniform(self, active: list[tuple[Sequence, int]]) -> bool:
@@ -285,19 +319,6 @@ class EagleDrafter(Drafter):
             position = sequence.computed + depth - 1
             chunks.append(Chunk(sequence.number, range(position + 1), position, position + 1))
         return self.head.next(out_SC, token_ids_S, self._make_batch(chunks))
-
-    def _sample(self, logits_SV: Tensor, sequences: list[Sequence]) -> tuple[Tensor, list[Tensor | None]]:
-        """Draft tokens as target ids, int64 [S], and the distribution [V] of each that was sampled."""
-        tokens_S = likeliest(logits_SV)
-        qs: list[Tensor | None] = [None] * len(sequences)
-        for i, sequence in enumerate(sequences):
-            params = sequence.request.params
-            if not params.greedy:
-                distribution_V = (logits_SV[i].float() / params.temperature).softmax(-1)
-                tokens_S[i] = sample_distribution(distribution_V, sequence.state.generator)
-                q_V = distribution_V.new_zeros(self.model.spec.vocab_size)
-                qs[i] = q_V.index_copy_(0, self.target_ids, distribution_V)
-        return self.target_ids[tokens_S], qs
 
     def stages(self, states_NS: Tensor, next_ids: list[int], chunk: Chunk) -> dict[str, Tensor]:
         """Intermediate outputs for one text under the names of drafting/parity.py; `chunk` is its room in the cache."""

@@ -1,0 +1,56 @@
+"""Random block heads for the tiny models, and their drafts in plain PyTorch."""
+
+import torch
+from transformers import LlamaConfig
+
+from mlaforge.checkpoint.block_head import write_head
+from mlaforge.modeling.block_head import BlockConfig, BlockHead
+from support.eagle3_heads import LAYER
+
+HEADS = {
+    "plain": {},
+    "two layers": {"layers": 2, "fc_norm": True, "draft_vocab_size": 260},
+    "window": {"sliding_window": 9, "layers": 2},
+    "long block": {"block_size": 9, "boundaries": (1, 2)},
+}
+
+
+def make(layer=None, tokens=None, seed=0, layers=1, **fields):
+    """Return a random head. `tokens`: its vocabulary, by default every third token of the target."""
+    torch.manual_seed(seed)
+    tokens = list(range(0, 260, 3)) if tokens is None else tokens
+    settings = {"target_hidden_size": 64, "draft_vocab_size": len(tokens), "boundaries": (0, 1, 2), "block_size": 5}
+    shape = LlamaConfig(**{**LAYER, "num_hidden_layers": layers, **(layer or {})})
+    head = BlockHead(BlockConfig(shape, **{**settings, **fields}))
+    for name, parameter in head.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0, 0.3) if "norm" in name else torch.nn.init.normal_(parameter, std=0.25)
+    if "d2t" in dict(head.named_buffers()):
+        head.d2t += torch.tensor(tokens) - torch.arange(len(tokens))
+        head.t2d[tokens] = True
+    return head.requires_grad_(False).eval()
+
+
+def saved(folder, **fields):
+    folder.mkdir(exist_ok=True)
+    write_head(make(**fields), folder, torch.float32)
+    return folder
+
+
+@torch.no_grad()
+def draft_logits(head, oracle, token_ids, count):
+    """Return the head's logits for `count` tokens after token_ids, by a whole pass."""
+    out = oracle.model(torch.tensor([token_ids]), output_hidden_states=True)
+    states = torch.cat([out.hidden_states[boundary] for boundary in head.config.boundaries], dim=-1)[:, :-1]
+    newest = oracle.model.get_input_embeddings()(torch.tensor(token_ids[-1:]))
+    return head.logits(head(states.float(), newest, count))[0]
+
+
+def check_drafts(records, head, oracle):
+    """Assert that drafts are the likeliest tokens of the plain path, or as likely to 1e-3."""
+    assert records
+    for text, count, draft in records:
+        assert draft is not None and len(draft.token_ids) == count
+        logits = draft_logits(head, oracle, text, count)
+        indices = [head.target_ids.tolist().index(token) for token in draft.token_ids]
+        gap = logits.max(-1).values - logits[range(len(indices)), indices]
+        assert float(gap.max()) < 1e-3, (len(text), draft.token_ids, gap)
