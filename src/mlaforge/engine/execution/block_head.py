@@ -17,7 +17,7 @@ from mlaforge.checkpoint.eagle3 import check_head
 from mlaforge.engine.cache.view import mutual_view
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.execution.batch import Batch
-from mlaforge.engine.execution.draft_head import convert, head_format
+from mlaforge.engine.execution.draft_head import convert, head_format, head_tag
 from mlaforge.engine.execution.linear import fused, vocabulary_head
 from mlaforge.engine.execution.mlp import GatedMlp
 from mlaforge.engine.execution.model import EngineModel
@@ -51,15 +51,19 @@ class PagedBlockHead:
         norm = model.make_norm
         self.embedding, self.mask_embedding = model.embedding, head.mask_embedding.detach().to(model.dtype)
         self.state_norms = [norm(weight) for weight in head.fc_norm] if config.fc_norm else None
-        self.fc, self.hidden_norm = fused([head.fc], format), norm(head.hidden_norm)
+        self.fc, self.hidden_norm = fused([head.fc], format, "draft_fc"), norm(head.hidden_norm)
         self.layers = [
             _Layer(
-                norm(layer.input_layernorm), PagedGroupedQueryAttention(layer.self_attn, 0, of_layer, False, format),
-                norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, format),
+                norm(layer.input_layernorm),
+                PagedGroupedQueryAttention(layer.self_attn, 0, of_layer, False, format, ("draft_qkv", "draft_o")),
+                norm(layer.post_attention_layernorm), GatedMlp(layer.mlp, format, ("draft_ffn", "draft_ffn")),
             )
             for layer, of_layer in zip(head.layers, rows, strict=True)
         ]  # fmt: skip
-        self.norm, self.lm_head = norm(head.norm), vocabulary_head(head.lm_head.weight, format)
+        self.norm, self.lm_head = (
+            norm(head.norm),
+            vocabulary_head(head.lm_head.weight, format, head_tag(config.draft_vocab_size, model)),
+        )
         self.angles = RotaryEmbedding(head.rotary(), config.layer.head_dim, model.dtype)
 
     def store(self, states_NS: Tensor, batch: Batch) -> None:

@@ -50,6 +50,11 @@ def convert(head: DraftHead, dtype: torch.dtype, format: str) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def head_tag(draft_vocab_size: int, model: EngineModel) -> str:
+    """Return the tag of a draft head's product with its vocabulary, for records of shapes."""
+    return "draft_lm_head" if draft_vocab_size == model.spec.vocab_size else "draft_lm_head_smallvoc"
+
+
 class PagedDraftHead:
     """A draft head, which takes dtype, device, weight format and, if it has none, the embedding from `model`. rows: its
     cache. A call computes the layer."""
@@ -70,8 +75,7 @@ class PagedDraftHead:
         )
         self.post_attention_norm = norm(layer.post_attention_layernorm)
         self.mlp = GatedMlp(layer.mlp, self.format, ("draft_ffn", "draft_ffn"))
-        smaller = config.draft_vocab_size < model.spec.vocab_size
-        tag = "draft_lm_head_smallvoc" if smaller else "draft_lm_head"
+        tag = head_tag(config.draft_vocab_size, model)
         self.norm, self.lm_head = norm(head.norm), vocabulary_head(head.lm_head.weight, self.format, tag)
         self.mask_state = None if config.mask_token_id is None else head.mask_state.detach()
         self.angles = RotaryEmbedding(head.rotary(), self.attention.head_dim, model.dtype)
