@@ -56,7 +56,7 @@ def golden(tmp_path: Path) -> Path:
 def test_destinations_in_the_repository(model: Path, golden: Path, tmp_path: Path) -> None:
     draft = tmp_path / "head"
     draft.mkdir()
-    (draft / "config.json").write_text(json.dumps({"architectures": [publish.HEAD]}))
+    (draft / "config.json").write_text(json.dumps({"architectures": ["BlockDraftModel"]}))
     save_file({"fc": torch.ones(2)}, draft / "model.safetensors")
     card = artifact(tmp_path / "card", "card", README__md="# tiny\n", report__json="{}")
     upload = publish.pack([model, golden, draft, card], REPO)

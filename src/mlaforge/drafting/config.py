@@ -45,7 +45,7 @@ class VocabularyConfig(Options):
 class DraftTrainConfig(Options):
     """Options of `draft train`."""
 
-    first = ("text", "kind", "vocabulary", "init", "steps", "learning_rate")
+    first = ("text", "kind", "vocabulary", "init", "steps")
 
     text: tuple[str, ...] | None = option(None, "output of `draft regenerate` with MODEL", repeat=True)
     kind: str = option(
