@@ -106,4 +106,4 @@ def test_refuses_a_head_of_another_model(tiny_models, tmp_path, refused):
     refused(("vocab_size is 300", "260"), *asked, folder)
     with pytest.raises(UserError, match="embed_tokens"):
         check_head(make(layer={"hidden_size": 48}).config, 64, 260)
-    refused(("speculative = 'ngrams'", "EAGLE-3"), *asked, "ngrams")
+    refused(("speculative = 'ngrams'", "draft head"), *asked, "ngrams")

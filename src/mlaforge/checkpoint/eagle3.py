@@ -242,7 +242,7 @@ def write_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.flo
         **{name: layer[name] for name in LAYER_FIELDS}, "target_hidden_size": config.target_hidden_size,
         "draft_vocab_size": config.draft_vocab_size, "sliding_window": config.sliding_window,
         "eagle_aux_hidden_state_layer_ids": list(config.boundaries),
-        "eagle_aux_hidden_state_convention": CONVENTIONS[0], "tie_word_embeddings": False,
+        "eagle_aux_hidden_state_convention": CONVENTIONS[0], "tie_word_embeddings": False, "torch_dtype": None,
         **{name: getattr(config, name) for name in SWITCHES},
         **({} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}),
     }  # fmt: skip
@@ -250,7 +250,7 @@ def write_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.flo
 
 
 def save_tensors(head: Any, directory: Path, dtype: torch.dtype, config_json: dict[str, Any]) -> None:
-    """Write the tensors of a draft head and its config.json, as `write_head`."""
+    """Write the tensors of a draft head and its config.json, as `write_head`, with "torch_dtype" of the tensors."""
     from safetensors.torch import save_file
 
     float_dtype = torch.float16 if dtype == torch.int8 else dtype
