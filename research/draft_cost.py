@@ -10,7 +10,6 @@ one and four rows.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 import tempfile
 import time
@@ -27,21 +26,20 @@ from mlaforge.modeling.block_head import BlockConfig, BlockHead
 from mlaforge.rendering.table import markdown_table
 
 
-def random_block_head(like: Path, layers: int, places: int) -> Path:
-    """Write a block head with random weights beside the sizes of an EAGLE-3 head."""
+def write_random_block_head(directory: Path, like: Path, layers: int, places: int) -> None:
+    """Write a block head with random weights and the sizes of an EAGLE-3 head."""
     head = eagle3.read_head(like, None)
-    shape = dataclasses.replace(head.config).layer
+    shape = head.config.layer
     shape.num_hidden_layers = layers
     config = BlockConfig(
         shape, head.config.target_hidden_size, head.config.draft_vocab_size, head.config.boundaries, places + 1,
         head.config.sliding_window, fc_norm=True,
     )  # fmt: skip
     block = BlockHead(config)
-    block.load_state_dict(eagle3.buffers(config, head.target_ids), strict=False)
+    for name, tensor in eagle3.buffers(config, head.target_ids).items():
+        block.get_buffer(name).copy_(tensor)
     torch.nn.init.normal_(block.mask_embedding, std=0.02)
-    directory = Path(tempfile.mkdtemp())
     block_head.write_head(block, directory)
-    return directory
 
 
 class Timed:
@@ -95,9 +93,11 @@ def main() -> None:
         parser.add_argument(f"--{option}", type=int, default=default)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    block = options.block or random_block_head(options.eagle3, options.layers, options.places)
-    timed = {name: Timed(options.model, head, options.context, options.steps)
-             for name, head in (("eagle3", options.eagle3), ("block", block))}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        if options.block is None:
+            write_random_block_head(Path(folder), options.eagle3, options.layers, options.places)
+        heads = {"eagle3": options.eagle3, "block": options.block or Path(folder)}
+        timed = {name: Timed(options.model, head, options.context, options.steps) for name, head in heads.items()}
     for _ in range(options.steps):
         for engine in timed.values():
             engine.step(options.places)

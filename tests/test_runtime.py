@@ -1,6 +1,8 @@
-"""Progress bars, with and without a terminal."""
+"""Progress bars, with and without a terminal, and files that are replaced as a whole."""
 
+import errno
 import io
+import os
 
 import pytest
 
@@ -51,3 +53,17 @@ def test_progress_is_a_bar_on_a_terminal(clock, monkeypatch):
     monkeypatch.setattr("sys.stderr", terminal)
     list(runtime.progress(slowly(clock, 50, 0.5), "first", 50))
     assert terminal.getvalue().count("\rfirst:") > 30
+
+
+def test_a_failed_write_leaves_the_previous_file(tmp_path, monkeypatch):
+    """As of a table of tuned kernels or a file of results on a full disk."""
+    file = tmp_path / "folder" / "table.json"
+    runtime.replace_file(file, "first")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        runtime.replace_file(file, "second")
+    assert file.read_text() == "first" and list(file.parent.iterdir()) == [file]

@@ -283,6 +283,17 @@ def environment() -> dict[str, str | int]:
     }
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Write a text file atomically: readers never see a partial file, and a failure leaves the previous one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def compact_json(value: Any, width: int, indent: int = 0) -> str:
     """Return `value` as JSON in which a list or mapping that fits into `width` characters has one line, unless it holds
     a list of mappings, each of which begins a line. indent: of the line on which the value begins."""

@@ -135,17 +135,17 @@ def test_the_report_names_the_largest_arrangement():
     assert report.requested is not None and largest(report.requested, 8).row.ranks == Ranks(8, 8)
     assert largest(report.rows[0], 8).row.ranks == Ranks(8)
     entries = report.as_dict()["arrangements"]
-    asked = [entry for entry in entries if entry["configuration"] == report.requested.label]
-    assert len(asked) == len(arrangements(report.requested, 8)) == 10
-    most = max(asked, key=lambda entry: entry["requests"])
+    requested = [entry for entry in entries if entry["configuration"] == report.requested.label]
+    assert len(requested) == len(arrangements(report.requested, 8)) == 10
+    most = max(requested, key=lambda entry: entry["requests"])
     assert (most["tensor_parallel"], most["context_parallel"]) == (8, 8)
     text = report.render()
     assert f"8 h100 hold most requests of {report.requested.label} as TP 8, CP 8: {most['requests']:,}" in text
     assert "Arrangements of 8 GPUs" in text and "8 h100 (TP 8, CP 4)" in text
-    row = next(entry for entry in asked if (entry["tensor_parallel"], entry["context_parallel"]) == (8, 4))
+    row = next(entry for entry in requested if (entry["tensor_parallel"], entry["context_parallel"]) == (8, 4))
     assert row["requests"] == report.requested.requests
     one = dataclasses.replace(report.requested, ranks=Ranks())
-    assert one.requests * 8 == next(entry for entry in asked if entry["replicas"] == 8)["requests"]
+    assert one.requests * 8 == next(entry for entry in requested if entry["replicas"] == 8)["requests"]
 
 
 @pytest.mark.parametrize(

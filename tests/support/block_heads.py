@@ -5,7 +5,7 @@ from transformers import LlamaConfig
 
 from mlaforge.checkpoint.block_head import write_head
 from mlaforge.modeling.block_head import BlockConfig, BlockHead
-from support.eagle3_heads import LAYER
+from support.eagle3_heads import LAYER, randomized
 
 HEADS = {
     "plain": {},
@@ -21,13 +21,7 @@ def make(layer=None, tokens=None, seed=0, layers=1, **fields):
     tokens = list(range(0, 260, 3)) if tokens is None else tokens
     settings = {"target_hidden_size": 64, "draft_vocab_size": len(tokens), "boundaries": (0, 1, 2), "block_size": 5}
     shape = LlamaConfig(**{**LAYER, "num_hidden_layers": layers, **(layer or {})})
-    head = BlockHead(BlockConfig(shape, **{**settings, **fields}))
-    for name, parameter in head.named_parameters():
-        torch.nn.init.normal_(parameter, 1.0, 0.3) if "norm" in name else torch.nn.init.normal_(parameter, std=0.25)
-    if "d2t" in dict(head.named_buffers()):
-        head.d2t += torch.tensor(tokens) - torch.arange(len(tokens))
-        head.t2d[tokens] = True
-    return head.requires_grad_(False).eval()
+    return randomized(BlockHead(BlockConfig(shape, **{**settings, **fields})), tokens)
 
 
 def saved(folder, **fields):

@@ -31,12 +31,13 @@ def make(layer=None, tokens=None, seed=0, **fields):
     torch.manual_seed(seed)
     tokens = list(range(0, 260, 3)) if tokens is None else tokens
     settings = {"target_hidden_size": 64, "draft_vocab_size": len(tokens), "boundaries": (0, 1, 2), **fields}
-    head = Eagle3Head(Eagle3Config(LlamaConfig(**{**LAYER, **(layer or {})}), **settings))
+    return randomized(Eagle3Head(Eagle3Config(LlamaConfig(**{**LAYER, **(layer or {})}), **settings)), tokens)
+
+
+def randomized(head, tokens):
+    """Return a draft head of any kind with random weights and this vocabulary."""
     for name, parameter in head.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, 1.0, 0.3)
-        else:
-            torch.nn.init.normal_(parameter, std=0.25)
+        torch.nn.init.normal_(parameter, 1.0, 0.3) if "norm" in name else torch.nn.init.normal_(parameter, std=0.25)
     if "d2t" in dict(head.named_buffers()):
         head.d2t += torch.tensor(tokens) - torch.arange(len(tokens))
         head.t2d[tokens] = True

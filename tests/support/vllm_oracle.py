@@ -35,10 +35,15 @@ def run(cases, folder, **environment):
     """name -> what the driver told of each case."""
     file = folder / "cases.json"
     file.write_text(json.dumps(cases))
-    own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **environment}
+    settings = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        **environment,
+    }
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [PYTHON, str(DRIVER), str(file)], capture_output=True, text=True, env={**inherited, **own}, cwd=folder
+        [PYTHON, str(DRIVER), str(file)], capture_output=True, text=True, env={**inherited, **settings}, cwd=folder
     )
     lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
     assert len(lines) == len(cases), done.stderr[-3000:]
@@ -78,7 +83,7 @@ def perturbed(model, seed):
 def coded_faults(model, answers):
     """As `faults`, for coded rows: where rounding moves a number over the border of two codes, logits change by more
     than rounding. Allowed is the largest change that such rounding, three times at random, makes after a prompt."""
-    found = []
+    proven_wrong = []
     for prompt, tokens in answers:
         text, chosen = torch.tensor([prompt + tokens]), torch.tensor(tokens)
         logits = forced(model, text, len(prompt))
@@ -89,15 +94,15 @@ def coded_faults(model, answers):
         for seed in range(3):
             with perturbed(model, seed):
                 changes.append(float((forced(model, text, len(prompt)) - logits).abs().max()))
-        found += gaps[gaps > max(changes)].tolist()
-    return found
+        proven_wrong += gaps[gaps > max(changes)].tolist()
+    return proven_wrong
 
 
 def faults(directory, prompts, *rounds):
     """Gaps in nats between transformers' best token and vLLM's, in fp64, of all that are no proven near ties. Rounds
     mostly made the same of a prompt, which is judged once."""
-    model, exact, found = loading.load_model(directory, "float32"), None, []
-    answers = {(tuple(p), tuple(m)) for made in rounds for p, m in zip(prompts, made, strict=True)}
+    model, exact, proven_wrong = loading.load_model(directory, "float32"), None, []
+    answers = {(tuple(p), tuple(m)) for generated in rounds for p, m in zip(prompts, generated, strict=True)}
     if any(getattr(model.config, "mla_code_counts", None) or ()):
         return coded_faults(model, sorted(answers))
     for prompt, tokens in sorted(answers):
@@ -116,8 +121,8 @@ def faults(directory, prompts, *rounds):
             gap = float(wide[at].max() - wide[at, chosen[at]])
             rounding = float((wide[at] - logits[at]).abs().max())
             if gap > 8 * rounding:
-                found.append(gap)
-    return found
+                proven_wrong.append(gap)
+    return proven_wrong
 
 
 def head_for(directory, folder):

@@ -37,7 +37,7 @@ def test_without_noise_the_best_replaces_a_default_that_is_slower_by_the_margin(
 
 
 @given(st.integers(0, 50))
-def test_a_planted_bad_default_is_found_under_noise(seed):
+def test_a_slow_default_is_replaced_under_noise(seed):
     choice = search(candidates(8), Clock([2.0, 1.5, 1.6, 1.0, 1.4, 1.8, 1.9, 1.5], noise=0.3, seed=seed))
     assert choice.configuration == {"x": 3} and choice.default_seconds > 1.5 * choice.seconds
 

@@ -196,7 +196,7 @@ def test_a_busy_machine_keeps_its_threads(models, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_a_real_bad_default_is_found():
+def test_a_slow_default_of_a_real_kernel_is_replaced():
     """A product of many rows whose x is passed over 12 rows at a time, so that weights are read again and again."""
     shape = Shape("gate_up", 512, 4096, 1024, "bfloat16", "cpu")
 

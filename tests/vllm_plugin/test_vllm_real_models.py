@@ -144,8 +144,8 @@ def test_n_grams_are_accepted(name, served_real):
 
 @pytest.mark.parametrize("name", ["no sinks", "no window"])
 def test_gpt_oss_stand_in_needs_sinks_and_windows(name, real, prompts, served_real):
-    made = served_real[name]["rounds"][0]
-    assert max(faults(real["gpt_oss latent_rope"], prompts[-2:], made), default=0.0) > 0.1
+    generated = served_real[name]["rounds"][0]
+    assert max(faults(real["gpt_oss latent_rope"], prompts[-2:], generated), default=0.0) > 0.1
 
 
 def test_real_models_on_ranks(real, prompts, tmp_path):

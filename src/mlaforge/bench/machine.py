@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import torch
 
 from mlaforge.artifact import record_text
 from mlaforge.ops import native, tuned
-from mlaforge.runtime import compact_json, environment, processor_name, version
+from mlaforge.runtime import compact_json, environment, processor_name, replace_file, version
 
 SCHEMA = 1
 # Longest line of a row.
@@ -66,10 +65,7 @@ def header(kind: str, device: torch.device, tuned_file: str | None = None) -> di
 
 def write(path: Path, body: dict[str, Any]) -> None:
     """Write `body` as JSON with a line per row, atomically: readers never see a partial file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(compact_json(body, ROW_WIDTH) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    replace_file(path, compact_json(body, ROW_WIDTH) + "\n")
 
 
 class Memory:

@@ -74,7 +74,7 @@ class ParallelKind(Eagle3Kind):
             return head
         plain = super().adopt(head, source, seed)
         masked = Eagle3Head(dataclasses.replace(plain.config, mask_token_id=mask_token(source)))
-        masked.load_state_dict(plain.state_dict(), strict=False)
+        masked.load_state_dict({**masked.state_dict(), **plain.state_dict()})
         randomize_mask(masked, seed)
         return masked
 

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from .draft_vocabulary import DraftVocabularyHead
 from .rope_mla import pairs, rotate
 
 
@@ -77,9 +78,8 @@ class BlockLayer(nn.Module):
         self.mlp = LlamaMLP(layer)
 
 
-class BlockHead(nn.Module):
-    """Block head in plain PyTorch. `mask_embedding` [block_size - 1, C] is the input at each masked place. Buffers:
-    as Eagle3Head's."""
+class BlockHead(DraftVocabularyHead):
+    """Block head in plain PyTorch. `mask_embedding` [block_size - 1, C] is the input at each masked place."""
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -94,20 +94,7 @@ class BlockHead(nn.Module):
         self.layers = nn.ModuleList([BlockLayer(layer) for _ in range(layer.num_hidden_layers)])
         self.norm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
         self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
-        if config.draft_vocab_size != layer.vocab_size:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(layer.vocab_size, dtype=torch.bool))
-
-    @property
-    def target_ids(self) -> Tensor:
-        """Target token id of each draft token: int64 [V]."""
-        head_ids = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
-        offsets = getattr(self, "d2t", None)
-        return head_ids if offsets is None else head_ids + offsets
-
-    def rotary(self) -> LlamaRotaryEmbedding:
-        """Return the rotary embedding of the head's RoPE."""
-        return LlamaRotaryEmbedding(self.config.layer).to(self.fc.weight.device)
+        self.make_vocabulary()
 
     def angles(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions [B, T], one column per rotary pair, in the dtype of `like`."""
@@ -143,8 +130,3 @@ class BlockHead(nn.Module):
             hidden = hidden + attention.o_proj(out.transpose(1, 2).flatten(2))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return hidden[:, 1:]
-
-    def logits(self, out: Tensor) -> Tensor:
-        """Return logits over the draft vocabulary, [..., V]."""
-        logits: Tensor = self.lm_head(self.norm(out))
-        return logits

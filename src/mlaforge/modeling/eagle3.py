@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from .draft_vocabulary import DraftVocabularyHead
 from .rope_mla import pairs, rotate
 
 # Boundary after the target's final norm.
@@ -100,9 +101,8 @@ class Eagle3Layer(nn.Module):
         return out
 
 
-class Eagle3Head(nn.Module):
-    """EAGLE-3 head in plain PyTorch. Buffers: `d2t` [V], target token id minus draft token id; `t2d` [target
-    vocabulary], whether the draft vocabulary has the token."""
+class Eagle3Head(DraftVocabularyHead):
+    """EAGLE-3 head in plain PyTorch."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -121,20 +121,7 @@ class Eagle3Head(nn.Module):
             self.mask_state = nn.Parameter(torch.zeros(layer.hidden_size))
         if config.has_embed_tokens:
             self.embed_tokens = nn.Embedding(layer.vocab_size, layer.hidden_size)
-        if config.draft_vocab_size != layer.vocab_size:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(layer.vocab_size, dtype=torch.bool))
-
-    @property
-    def target_ids(self) -> Tensor:
-        """Target token id of each draft token: int64 [V]."""
-        head_ids = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
-        offsets = getattr(self, "d2t", None)
-        return head_ids if offsets is None else head_ids + offsets
-
-    def rotary(self) -> LlamaRotaryEmbedding:
-        """Return the rotary embedding of the head's RoPE."""
-        return LlamaRotaryEmbedding(self.config.layer).to(self.fc.weight.device)
+        self.make_vocabulary()
 
     def fuse(self, states_BTS: Tensor) -> Tensor:
         """Combine the target's captured states into the state that the layer reads: [B, T, C]."""
@@ -157,8 +144,3 @@ class Eagle3Head(nn.Module):
     def fed_back(self, out_BTC: Tensor) -> Tensor:
         """Return the state of a drafted token, from the output that proposed it."""
         return self.norm(out_BTC) if self.config.norm_output else out_BTC
-
-    def logits(self, out_BTC: Tensor) -> Tensor:
-        """Return logits over the draft vocabulary: [B, T, V]."""
-        logits: Tensor = self.lm_head(self.norm(out_BTC))
-        return logits

@@ -104,20 +104,6 @@ def logit_tiles(rows: int, G: int, pairs: int, itemsize: int, gpu: GpuProperties
     return Tiles(block, heads, 32, warps, 2)
 
 
-def candidates(default: Tiles, pairs: int, itemsize: int, gpu: GpuProperties) -> list[tuned.Configuration]:
-    """Return configurations to measure, which fit into shared memory: of the logits rows, warps and stages, of the sum
-    columns and `waves`, programs per multiprocessor."""
-    return [
-        {"rows": rows, "num_warps": warps, "num_stages": stages, "BLOCK_C": columns, "waves": waves}
-        for rows in (64, 128)
-        for warps in (4, 8)
-        for stages in (2, 3, 4)
-        for columns in (128, 256)
-        for waves in (1, 2)
-        if stages * default.step * (rows + 2 * default.heads * pairs) * itemsize <= gpu.shared_memory - OVERHEAD
-    ]
-
-
 @dataclasses.dataclass(frozen=True)
 class Launches:
     """Grids and arguments of the kernels for a group of sequences; `integers` and `merge` are None where not needed."""

@@ -249,11 +249,6 @@ def stretch_of(S: int, length: int, gpu: GpuProperties) -> int:
     return enough[0] if enough else STRETCHES[-1]
 
 
-def candidates() -> list[tuned.Configuration]:
-    """Return configurations to measure instead of `stretch_of`'s."""
-    return [{"stretch": stretch} for stretch in STRETCHES]
-
-
 def launches(
     keys: Tensor, queries_S2HI: Tensor, scales_SH: Tensor, view: CacheView, gpu: GpuProperties | None = None
 ) -> tuple[tuple[int, int], dict[str, Any]]:

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -275,10 +274,7 @@ def read(path: Path, facts: dict[str, Any]) -> Table:
 
 def save(path: Path, facts: dict[str, Any], entries: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Write a table, atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(runtime.compact_json({"_metadata": facts, **entries}, 200) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    runtime.replace_file(path, runtime.compact_json({"_metadata": facts, **entries}, 200) + "\n")
 
 
 def load(device: torch.device, file: str | None = None) -> None:

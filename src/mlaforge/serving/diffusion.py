@@ -33,18 +33,18 @@ class Diffusion:
             raise UserError("diffusion shows the drafts of a block head: give its directory as --speculative")
         log("experimental: drafts are shown as a diffusion process; the text is the model's, as without them")
         self.tokenizer, self.show, self.passes = llm.tokenizer, show, 0
-        drafter.denoise_steps, drafter.watch = denoise_steps, self._filled
-        self._record, drafter.record = drafter.record, self._verified  # type: ignore[method-assign]
+        drafter.denoise_steps, drafter.watcher = denoise_steps, self
 
-    def _filled(self, sequence: Sequence, token_ids: list[int]) -> None:
+    def filled(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Show the tokens of a pass."""
         if not self.passes:
             self.show("masked", [(MASKED, DRAFTED)] * len(token_ids))
         self.passes += 1
         name = "filled" if self.passes == 1 else f"pass {self.passes}"
         self.show(name, [(self._text(token), DRAFTED) for token in token_ids])
 
-    def _verified(self, sequence: Sequence, draft: Draft, budget: int, accepted: int) -> None:
-        self._record(sequence, draft, budget, accepted)
+    def verified(self, sequence: Sequence, draft: Draft, accepted: int) -> None:
+        """Show the accepted tokens, the first refused one, and the target's own."""
         if not self.passes:
             return
         self.passes = 0

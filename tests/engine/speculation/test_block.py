@@ -1,6 +1,8 @@
 """Drafts of block heads are those of plain PyTorch: modeling/block_head.py on whole texts, with transformers' own
 hidden states."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -117,7 +119,12 @@ def test_a_second_pass_fills_the_less_likely_places_again(tiny_models, tmp_path)
     oracle, head = Oracle(directory), read_head(folder, 3)
     llm = watched(directory, speculative=str(folder), adaptive_speculation=False)
     drafter, passes = llm.engine.speculation.drafter, []
-    drafter.denoise_steps, drafter.watch = 2, lambda sequence, ids: passes.append((len(sequence.token_ids), ids))
+    drafter.denoise_steps, drafter.watcher = (
+        2,
+        SimpleNamespace(
+            filled=lambda sequence, ids: passes.append((len(sequence.token_ids), ids)), verified=lambda *_: None
+        ),
+    )
     seen = recorded(drafter)
     for output in llm.generate([BASES[0], BASES[1][:9]], greedy(12)):
         oracle.check(output.prompt_token_ids, output.outputs[0].token_ids, 12)

@@ -15,6 +15,7 @@ import itertools
 import operator
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +41,16 @@ class Place:
     q_V: Tensor | None
 
 
+class Watcher(Protocol):
+    """Sees how drafts come about."""
+
+    def filled(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Called with the drafted tokens after every pass."""
+
+    def verified(self, sequence: Sequence, draft: Draft, accepted: int) -> None:
+        """Called after the target accepted the first `accepted` tokens of a draft."""
+
+
 class BlockDrafter(Drafter):
     """Drafts a chain per sequence, greedily for greedy requests, otherwise each token sampled from the distribution of
     its place, which does not depend on the tokens of the other places.
@@ -53,7 +64,7 @@ class BlockDrafter(Drafter):
 
     denoise_steps   passes per draft, experimental: later ones fill the less likely places of greedy requests again, in
                     view of the likelier tokens
-    watch           is called with a sequence and its drafted tokens after every pass
+    watcher         sees every pass and every verified draft
     """
 
     def __init__(
@@ -64,7 +75,7 @@ class BlockDrafter(Drafter):
         self.target_ids = head.target_ids.to(model.device)
         self.head = PagedBlockHead(head, model, rows)
         self.denoise_steps = 1
-        self.watch: Callable[[Sequence, list[int]], None] | None = None
+        self.watcher: Watcher | None = None
 
     @torch.inference_mode()
     def observe(self, starts: Items[tuple[Sequence, int]], states_NS: Tensor) -> None:
@@ -113,10 +124,16 @@ class BlockDrafter(Drafter):
         rows = zip(token_ids, highest[0] if highest else [1.0] * len(qs), qs, strict=True)
         places = (Place(int(token), probability, q_V) for token, probability, q_V in rows)
         filled = [list(itertools.islice(places, len(block) - 1)) for block in blocks]
-        if self.watch is not None:
+        if self.watcher is not None:
             for sequence, of_block in zip(sequences, filled, strict=True):
-                self.watch(sequence, [place.token_id for place in of_block])
+                self.watcher.filled(sequence, [place.token_id for place in of_block])
         return filled
+
+    def record(self, sequence: Sequence, draft: Draft, budget: int, accepted: int) -> None:
+        """As Drafter.record."""
+        super().record(sequence, draft, budget, accepted)
+        if self.watcher is not None:
+            self.watcher.verified(sequence, draft, accepted)
 
 
 def likeliest_places(places: list[Place], share: float) -> list[Place | None]:
