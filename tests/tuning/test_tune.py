@@ -112,7 +112,7 @@ def test_a_second_run_resumes(models, tmp_path):
     first = tune.run(str(models["llama"]), config, table, FakeCase)
     again = tune.run(str(models["llama"]), config, table, FakeCase)
     assert first.rows and not first.resumed and not again.rows and again.resumed == len(first.rows)
-    assert not again.defaults and "0 shapes measured" in again.table()
+    assert again.defaults == first.defaults >= 0 and "0 shapes measured" in again.table()
 
 
 def test_an_interrupted_run_keeps_what_it_measured(models, tmp_path):
@@ -127,7 +127,9 @@ def test_an_interrupted_run_keeps_what_it_measured(models, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         tune.run(str(models["llama"]), config, table, interrupted)
-    assert tune.run(str(models["llama"]), config, table, FakeCase).resumed == 2
+    resumed = tune.run(str(models["llama"]), config, table, FakeCase)
+    entries = json.loads(table.read_text())["product"].values()
+    assert resumed.resumed == 2 and resumed.defaults == sum(entry["us"] is None for entry in entries)
 
 
 def test_shapes_of_a_file_are_tuned_without_a_model(tmp_path, cli):

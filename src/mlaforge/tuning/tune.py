@@ -67,7 +67,7 @@ class Tuning:
         faster = sum(bool(row["configuration"]) for row in self.rows)
         summary = (
             f"{len(self.rows)} shapes measured, {faster} faster than their default; {self.resumed} were in the table, "
-            f"{self.defaults} have the default"
+            f"{self.defaults} have the default without a measurement"
         )
         return f"{markdown_table(lines)}\n\n{summary}"
 
@@ -92,9 +92,10 @@ def run(model: str | None, config: TuneConfig, out: Path | None = None, make: Ma
         work = [*_attention_work(device), *_work(shapes, device)]
         if not work:
             raise UserError(f"no product on {device.type} has a kernel with candidates: see docs/ops.md")
-        _fill(entries, work, tuning)
+        _fill(entries, work)
         tuned.save(path, facts, entries)
         _measure(entries, work, config, tuning, facts, make, device)
+        tuning.defaults = sum(record["us"] is None for of_op in entries.values() for record in of_op.values())
     finally:
         tuned.load(device, "none")
     return tuning
@@ -152,14 +153,13 @@ def _keys(item: Work) -> Iterator[Key]:
         yield (*sizes, *shape, reading)
 
 
-def _fill(entries: Entries, work: list[Work], tuning: Tuning) -> None:
+def _fill(entries: Entries, work: list[Work]) -> None:
     """Give the default to every bucket of the shapes that the table lacks."""
     for item in work:
         of_op = entries.setdefault(item.op, {})
         for key in map(tuned.text, _keys(item)):
             if key not in of_op:
                 of_op[key] = _entry({}, None, None, item.tags)
-                tuning.defaults += 1
 
 
 def _entry(
@@ -200,7 +200,6 @@ def _measure(
             continue
         choice = search(case.candidates(), case.seconds, (end - time.monotonic()) / (len(work) - number))
         error = case.error(choice.configuration)
-        tuning.defaults -= of_op[key]["us"] is None
         of_op[key] = _entry(choice.configuration, choice, error, item.tags)
         tuned.save(tuning.path, facts, entries)
         share = item.seconds / total if total else 0.0
