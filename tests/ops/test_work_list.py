@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlaforge.ops import work_list
@@ -23,6 +23,7 @@ def parsed(numbers, sequences):
 
 
 @given(st.lists(st.integers(0, 40_000), min_size=1, max_size=40), st.integers(1, 264))
+@example([8193], 128)
 def test_every_row_is_read_once(lengths, programs):
     numbers = pieces(lengths, programs)
     assert len(numbers) == 4 * entries(len(lengths), programs) + 2 * len(lengths)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -49,7 +50,7 @@ def pieces(lengths: Sequence[int], programs: int) -> list[int]:
         return sum(max(1, -(-length // size)) for length in lengths)
 
     share, longest = sum(lengths) / programs, max(lengths, default=0)
-    size = max(1, -(-int(max(share, longest / MOST_PIECES)) // UNIT)) * UNIT
+    size = max(1, math.ceil(max(share, longest / MOST_PIECES) / UNIT)) * UNIT
     if len(lengths) <= programs < count(size):
         low, high = size // UNIT, max(size, longest) // UNIT + 1
         while low < high:
