@@ -47,7 +47,7 @@ def results(*cases, **changes):
     body = {
         "kind": "scenario", "schema": 1, "scenario": "batch", "scope": "micro", "commit": "c" * 40, "dirty": False,
         "device": "gpu", "forced": False, "time": "2026-01-01T00:00:00+00:00", "roof": {"name": "h200"},
-        "perf": [{"name": "deterministic", "passed": True, "told": "all"}], "cases": list(cases), "models": [],
+        "perf": [{"name": "deterministic", "passed": True, "detail": "all"}], "cases": list(cases), "models": [],
     }  # fmt: skip
     return {**body, **changes}
 
@@ -98,12 +98,12 @@ def test_verdicts(text, verdict, value, ceiling):
 def test_missing_measurements_report_the_reason():
     too_large = case(3, [1.0], status="capacity", limit={"what": "the cache holds 9 tokens", "change": "less"})
     verdict = judge_text(SPEED + "at_least: 1}", results(case(0, [1.0]), too_large))
-    assert verdict["verdict"] == "missing" and "the cache holds 9 tokens" in verdict["told"]
+    assert verdict["verdict"] == "missing" and "the cache holds 9 tokens" in verdict["reason"]
     verdict = judge_text("{quantity: invariants, at_least: 1}", results(perf=None))
-    assert verdict["verdict"] == "not asked" and "--perf" in verdict["told"]
-    broken = [{"name": "deterministic", "passed": False, "told": "1 of 4 answers differ"}]
+    assert verdict["verdict"] == "not asked" and "--perf" in verdict["reason"]
+    broken = [{"name": "deterministic", "passed": False, "detail": "1 of 4 answers differ"}]
     verdict = judge_text("{quantity: invariants, at_least: 1}", results(perf=broken))
-    assert verdict["verdict"] == "fail" and "1 of 4 answers differ" in verdict["told"]
+    assert verdict["verdict"] == "fail" and "1 of 4 answers differ" in verdict["reason"]
     # Imported cases are not judged.
     verdict = judge_text("{quantity: tokens_per_second, at_least: 1}", results(case(0, [9.0], imported={"file": "x"})))
     assert verdict["verdict"] == "missing"
@@ -117,16 +117,16 @@ def test_unrequested_measurements_are_not_failures():
     drafts = SPEED + "needs: draft, at_least: 1}"
     plain = results(case(0, [100.0]), case(3, [120.0], draft="ngram"))
     verdict = judge_text(drafts, plain)
-    assert verdict["verdict"] == "not asked" and "no draft head" in verdict["told"]
+    assert verdict["verdict"] == "not asked" and "no draft head" in verdict["reason"]
     for draft in ("head", "replay"):
         assert judge_text(drafts, results(case(0, [100.0]), case(3, [120.0], draft=draft)))["verdict"] == "pass"
     verdict = judge_text(CACHE + "at_most: 0.8}", plain)
-    assert verdict["verdict"] == "not asked" and "no converted model beside its original" in verdict["told"]
+    assert verdict["verdict"] == "not asked" and "no converted model beside its original" in verdict["reason"]
     verdict = judge_text("{quantity: perplexity_ratio, at_most: 1.05}", plain)
-    assert verdict["verdict"] == "not asked" and "reports its perplexity" in verdict["told"]
+    assert verdict["verdict"] == "not asked" and "reports its perplexity" in verdict["reason"]
     entry = {"name": "g", "scenario": "single", "quantity": "invariants", "at_least": 1}
     other_scenario = gate._parse_gate(Path("x.yaml"), 1, entry)
-    assert gate.judge(other_scenario, {"batch": plain})["told"] == "single was not run"
+    assert gate.judge(other_scenario, {"batch": plain})["reason"] == "single was not run"
 
 
 def test_conversion_is_compared_with_its_original():

@@ -319,7 +319,7 @@ def test_gates_of_partial_verification():
     off = case("off", [100.0, 100.0])
     verdict = judge(speed, off, case("lossless", [97.0, 99.0], 1.6))
     assert (verdict["verdict"], verdict["ceiling"], verdict["against"]) == ("pass", 1.6, "full verification")
-    assert verdict["value"] == pytest.approx(0.98) and "every pending token kept" in verdict["ceiling_told"]
+    assert verdict["value"] == pytest.approx(0.98) and "every pending token kept" in verdict["ceiling_reason"]
     assert judge(speed, off, case("lossless", [90.0, 92.0], 1.6))["verdict"] == "fail"
     # Above the ceiling.
     assert judge(speed, off, case("lossless", [80.0, 80.0], 0.9))["verdict"] == "unreachable"
@@ -333,10 +333,10 @@ def test_gates_of_partial_verification():
     # Not asked without partial verification or with prompt lookup.
     for rows in ([off], [off, case("lossless", [50.0], draft="ngram")]):
         verdict = judge(speed, *rows)
-        assert verdict["verdict"] == "not asked" and "--specpv" in verdict["told"]
+        assert verdict["verdict"] == "not asked" and "--specpv" in verdict["reason"]
     too_large = case("lossless", [1.0], status="capacity", limit={"what": "no room", "change": "less"})
     verdict = judge(speed, off, too_large)
-    assert verdict["verdict"] == "missing" and "no room" in verdict["told"]
+    assert verdict["verdict"] == "missing" and "no room" in verdict["reason"]
     # Results that predate partial verification.
     old = {key: value for key, value in off.items() if key not in ("specpv", "cache_fraction")}
     assert judge(speed, old)["verdict"] == "not asked"

@@ -185,8 +185,8 @@ def test_settings_without_measurements_name_the_command(tmp_path: Path) -> None:
 
 def test_deviations(tmp_path: Path) -> None:
     perf = [
-        {"name": "deterministic", "passed": False, "value": 0, "allowed": 0, "told": "2 of 3 differ"},
-        {"name": "cache_integrity", "passed": True, "value": 0, "allowed": 0, "told": "fine"},
+        {"name": "deterministic", "passed": False, "value": 0, "allowed": 0, "detail": "2 of 3 differ"},
+        {"name": "cache_integrity", "passed": True, "value": 0, "allowed": 0, "detail": "fine"},
     ]
     off = {"bytes": 200, "planned_bytes": 100}
     cases = [
@@ -235,7 +235,7 @@ def test_missing_numbers_are_not_measured(tmp_path: Path) -> None:
 def test_text_of_results_is_escaped(tmp_path: Path) -> None:
     odd = "<script>$x_1$ & 'm'"
     cases = [case(odd, odd, context, 10.0) for context in (512, 1024)]
-    put(tmp_path, single=scenario(cases, told=odd, device=odd), gates=gates(device=odd))
+    put(tmp_path, single=scenario(cases, description=odd, device=odd), gates=gates(device=odd))
     write_report(tmp_path, tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
     assert "<script" not in page and page.count("&lt;script") > 5

@@ -146,7 +146,7 @@ def case(
 
 def scenario(cases: list[dict[str, Any]], name: str = "single", **changes: Any) -> dict[str, Any]:
     return {
-        "kind": "scenario", "schema": 1, "scenario": name, "scope": "cpu", "told": "One request.",
+        "kind": "scenario", "schema": 1, "scenario": name, "scope": "cpu", "description": "One request.",
         "time": "2026-08-30T12:00:00+00:00", "seconds": 312.5, "command": f"mlaforge bench {name} MODEL OUT",
         "commit": "9abdef0" + 33 * "0", "dirty": False, "forced": False, "device": "test machine",
         "environment": MACHINE, "config": {}, "prompts": [],
@@ -174,8 +174,8 @@ def gates(**changes: Any) -> dict[str, Any]:
         return {
             "name": name, "scenario": "single", "quantity": "tokens_per_second", "comparison": "ratio",
             "against": "plain decoding", "operator": ">=", "threshold": 1.3, "unit": "x", "value": value,
-            "spread": [value - 0.1, value + 0.1] if value else None, "ceiling": 2.07, "ceiling_told": "all accepted",
-            "verdict": verdict, "case": "mlaforge", "told": f"{value} >= 1.3",
+            "spread": [value - 0.1, value + 0.1] if value else None, "ceiling": 2.07, "ceiling_reason": "all accepted",
+            "verdict": verdict, "case": "mlaforge", "reason": f"{value} >= 1.3",
         }  # fmt: skip
 
     listed = [gate("faster", 1.4, "pass"), gate("much faster", 1.2, "fail"), gate("unseen", None, "missing")]

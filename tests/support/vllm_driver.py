@@ -33,18 +33,18 @@ def serve(case):
         rounds.append([list(each.outputs[0].token_ids) for each in done])
         found.append(sum(each.num_cached_tokens or 0 for each in done))
     counters = {m.name: m.value for m in llm.get_metrics() if "spec_decode" in m.name and hasattr(m, "value")}
-    told = {"rounds": rounds, "found": found, "counters": counters, "memory": options["kv_cache_memory_bytes"]}
+    outcome = {"rounds": rounds, "found": found, "counters": counters, "memory": options["kv_cache_memory_bytes"]}
     config = llm.llm_engine.vllm_config.cache_config
-    told["tokens"], told["blocks"] = config.kv_cache_size_tokens, config.num_gpu_blocks
+    outcome["tokens"], outcome["blocks"] = config.kv_cache_size_tokens, config.num_gpu_blocks
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     if core is not None:
         groups = core.scheduler.kv_cache_config.kv_cache_groups
-        told["groups"] = [
+        outcome["groups"] = [
             {"layers": g.layer_names, "block": g.kv_cache_spec.block_size, "page": g.kv_cache_spec.page_size_bytes,
              "window": getattr(g.kv_cache_spec, "sliding_window", None)}
             for g in groups
         ]  # fmt: skip
-    return told
+    return outcome
 
 
 def share_a_process(cases):
@@ -72,12 +72,12 @@ def main():
         share_a_process(cases)
     for case in cases:
         try:
-            told = serve(case)
+            outcome = serve(case)
         except Exception as error:
-            told = {"error": f"{type(error).__name__}: {error}"}
+            outcome = {"error": f"{type(error).__name__}: {error}"}
         gc.collect()
         cleanup_dist_env_and_memory()
-        print("TOLD " + json.dumps({"name": case["name"], **told}), flush=True)
+        print("OUTCOME " + json.dumps({"name": case["name"], **outcome}), flush=True)
     # Do not wait for threads that vLLM leaves running.
     os._exit(0)
 

@@ -32,7 +32,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
 
 
 def run(cases, folder, **environment):
-    """name -> what the driver told of each case."""
+    """name -> what the driver printed of each case."""
     file = folder / "cases.json"
     file.write_text(json.dumps(cases))
     settings = {
@@ -45,9 +45,9 @@ def run(cases, folder, **environment):
     done = subprocess.run(
         [PYTHON, str(DRIVER), str(file)], capture_output=True, text=True, env={**inherited, **settings}, cwd=folder
     )
-    lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+    lines = [json.loads(line.removeprefix("OUTCOME ")) for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
     assert len(lines) == len(cases), done.stderr[-3000:]
-    return {told.pop("name"): told for told in lines}
+    return {outcome.pop("name"): outcome for outcome in lines}
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def edited(directory, out, sinks=True, **changes):
     return out
 
 
-def check_cache(told, directory):
+def check_cache(outcome, directory):
     """vLLM's own figures: bytes of a token in the layers that see everything are the plan's to the byte; layers with a
     window beside them take at most twice theirs."""
     config = checkpoint_reader.read_config(directory)
@@ -160,19 +160,19 @@ def check_cache(told, directory):
     plan = plan_of(config, spec)
     plan = Plan(spec, plan.layers, "coded" if plan.stored == "coded" else "fp32", plain="fp32")
     layers = [(chosen, layer) for chosen, layer in zip(plan.layers, spec.layers, strict=True)]
-    for group in told["groups"]:
+    for group in outcome["groups"]:
         planned = sum(
             chosen.cached_bytes(layer, 1, plan.stored_as(chosen))
             for chosen, layer in layers if layer.window == group["window"]
         )  # fmt: skip
-        if group is told["groups"][0]:
+        if group is outcome["groups"][0]:
             assert group["page"] == planned * group["block"]
         else:
             assert planned * group["block"] <= group["page"] <= 2 * planned * group["block"]
-    assert len(told["groups"]) == len({layer.window for layer in spec.layers})
-    page = told["groups"][0]["page"]
-    assert told["blocks"] == told["memory"] // page
-    if len(told["groups"]) == 1 and spec.layers[0].window is None:
+    assert len(outcome["groups"]) == len({layer.window for layer in spec.layers})
+    page = outcome["groups"][0]["page"]
+    assert outcome["blocks"] == outcome["memory"] // page
+    if len(outcome["groups"]) == 1 and spec.layers[0].window is None:
         # All of the memory, but for less than a block.
-        planned = plan.cache_bytes(told["tokens"])
-        assert told["memory"] - page < planned <= told["memory"]
+        planned = plan.cache_bytes(outcome["tokens"])
+        assert outcome["memory"] - page < planned <= outcome["memory"]

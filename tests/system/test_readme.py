@@ -112,8 +112,8 @@ def test_the_report_is_there(run):
 
 
 def test_every_verb_has_its_line():
-    told = set(re.findall(r"^\| `([a-z-]+)` \|", PAGES["docs/cli.md"], re.MULTILINE))
-    assert told >= {*get_command(app).commands}
+    listed = set(re.findall(r"^\| `([a-z-]+)` \|", PAGES["docs/cli.md"], re.MULTILINE))
+    assert listed >= {*get_command(app).commands}
 
 
 @pytest.mark.parametrize("code", [code for text in PAGES.values() for code in blocks(text, "python")])

@@ -92,8 +92,8 @@ def served(tiny, tmp_path_factory):
     cases = [{"name": name, "model": str(tiny(name)), "rounds": 2, **shared} for name in PLAIN]
     for name in DRAFTED:
         head = head_for(tiny(name), folder / f"head {name}")
-        for kind, told in (("ngram", NGRAM), ("eagle3", eagle(head))):
-            options = {"speculative_config": told}
+        for kind, drafts in (("ngram", NGRAM), ("eagle3", eagle(head))):
+            options = {"speculative_config": drafts}
             cases.append(
                 {"name": f"{name} {kind}", "model": str(tiny(name)), "rounds": 2, **shared, "options": options}
             )
@@ -119,10 +119,10 @@ def served(tiny, tmp_path_factory):
 @pytest.mark.parametrize("name", PLAIN)
 def test_tokens_match_transformers(name, served, tiny):
     """Chunked prefill, several requests at once, and the second time from cached prefixes."""
-    told = served[name]
-    assert faults(tiny(name), PROMPTS, told["rounds"][0]) == []
-    assert told["rounds"][1] == told["rounds"][0]
-    assert told["found"][0] == 0 and told["found"][1] >= 128
+    outcome = served[name]
+    assert faults(tiny(name), PROMPTS, outcome["rounds"][0]) == []
+    assert outcome["rounds"][1] == outcome["rounds"][0]
+    assert outcome["found"][0] == 0 and outcome["found"][1] >= 128
 
 
 @pytest.mark.parametrize("name", ROUNDED)
@@ -150,10 +150,10 @@ def test_the_cache_is_the_plan_s(name, served, tiny):
 @pytest.mark.parametrize("kind", ["ngram", "eagle3"])
 @pytest.mark.parametrize("name", DRAFTED)
 def test_speculation_changes_no_token(name, kind, served, tiny):
-    told = served[f"{name} {kind}"]
-    assert faults(tiny(name), PROMPTS, *told["rounds"]) == []
+    outcome = served[f"{name} {kind}"]
+    assert faults(tiny(name), PROMPTS, *outcome["rounds"]) == []
     # Random models repeat nothing, so that here nearly all drafts are wrong; the real ones' n-grams are accepted.
-    assert told["counters"]["vllm:spec_decode_num_drafts"] > 20
+    assert outcome["counters"]["vllm:spec_decode_num_drafts"] > 20
 
 
 @pytest.mark.parametrize(("name", "of"), [
@@ -184,8 +184,8 @@ def test_two_ranks(tiny, tmp_path):
     cases = [
         {"name": name, "model": str(tiny(name)), "prompts": PROMPTS, "tokens": 16, "options": options} for name in names
     ]
-    for name, told in run(cases, tmp_path).items():
-        assert faults(tiny(name), PROMPTS, told["rounds"][0]) == []
+    for name, outcome in run(cases, tmp_path).items():
+        assert faults(tiny(name), PROMPTS, outcome["rounds"][0]) == []
 
 
 @pytest.mark.parametrize("name", ["llama latent_rope", PACKED])

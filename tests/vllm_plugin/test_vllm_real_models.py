@@ -112,8 +112,8 @@ def served_real(real, prompts, tmp_path_factory):
     shared = {"prompts": prompts, "tokens": 64}
     cases = [{"name": name, "model": str(real[name]), "rounds": 2, **shared, "options": ROOMY} for name in REAL]
     for name in REAL_DRAFTED:
-        for kind, told in (("ngram", NGRAM), ("eagle3", eagle(head_for(real[name], folder / f"head {name}")))):
-            options = {**ROOMY, "speculative_config": told}
+        for kind, drafts in (("ngram", NGRAM), ("eagle3", eagle(head_for(real[name], folder / f"head {name}")))):
+            options = {**ROOMY, "speculative_config": drafts}
             cases.append({"name": f"{name} {kind}", "model": str(real[name]), **shared, "options": options})
     of, full = real["gpt_oss latent_rope"], ["full_attention"] * 30
     for name, model in (
@@ -131,7 +131,7 @@ def test_real_models(name, real, prompts, served_real):
     others = [served_real[f"{name} {kind}"]["rounds"][0] for kind in ("ngram", "eagle3") if name in REAL_DRAFTED]
     assert faults(real[name], prompts, *plain["rounds"], *others) == []
     # Those of the same model with other rows are not as good, so that what is allowed is not everything.
-    other = next(told["rounds"][0] for key, told in served_real.items() if key in REAL and key != name)
+    other = next(outcome["rounds"][0] for key, outcome in served_real.items() if key in REAL and key != name)
     assert name.startswith("gpt_oss") or faults(real[name], prompts, other) != []
     assert plain["found"][0] == 0 and plain["found"][1] > 1000
     check_cache(plain, real[name])
@@ -155,5 +155,5 @@ def test_real_models_on_ranks(real, prompts, tmp_path):
          "options": {**ROOMY, "tensor_parallel_size": ranks}}
         for name, ranks in (("llama latent_rope", 3), ("gpt_oss latent_rope", 2))
     ]  # fmt: skip
-    for name, told in run(cases, tmp_path).items():
-        assert faults(real[name], prompts, told["rounds"][0]) == []
+    for name, outcome in run(cases, tmp_path).items():
+        assert faults(real[name], prompts, outcome["rounds"][0]) == []

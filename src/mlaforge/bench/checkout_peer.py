@@ -9,8 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mlaforge.artifact import record_text
 from mlaforge.bench import decode
 from mlaforge.bench.endpoint import PeerFailed
@@ -34,7 +32,7 @@ class CheckoutPeer:
         words = [sys.executable, "-P", decode.__file__, packages, settings]
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.output, text=True,
-            env={**environment, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+            env=environment,
         )  # fmt: skip
         try:
             self._answer()

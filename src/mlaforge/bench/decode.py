@@ -6,6 +6,7 @@ It imports no part of mlaforge by itself and uses only what older engines have a
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -69,6 +70,9 @@ def main() -> None:
 
     engine = LLM(**json.loads(options)).engine
     reset = engine.reset_prefix_cache if hasattr(engine, "reset_prefix_cache") else engine.forget  # type: ignore[attr-defined]
+    # As in the process of the bench (scenario.py).
+    gc.collect()
+    gc.freeze()
     print("[]", file=answers, flush=True)
     for line in sys.stdin:
         prompts, tokens = json.loads(line)

@@ -121,27 +121,27 @@ def judge(gate: Gate, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "against": None if gate.over is None else _baseline_label(gate),
         "operator": ">=" if gate.at_least is not None else "<=",
         "threshold": gate.threshold, "needs": gate.needs, "unit": "x" if gate.over is not None else "", "value": None,
-        "spread": None, "ceiling": None, "ceiling_told": None, "case": None,
+        "spread": None, "ceiling": None, "ceiling_reason": None, "case": None,
     }  # fmt: skip
     if reason := _missing_request(gate, results):
-        return verdict | {"verdict": "not asked", "told": reason}
+        return verdict | {"verdict": "not asked", "reason": reason}
     measurements = _measure(gate, results)
     if not measurements:
         body = results.get(gate.scenario)
         limits = [c["limit"]["what"] for c in (body or {}).get("cases", ()) if c["limit"] and _matches(c, gate.case)]
         reason = limits[0] if limits else "no such case was run"
-        return verdict | {"verdict": "missing", "told": f"not measured: {reason}"}
+        return verdict | {"verdict": "missing", "reason": f"not measured: {reason}"}
     worst = (min if gate.at_least is not None else max)(measurements, key=lambda measurement: measurement["value"])
     verdict |= worst
     comparison = f"{verdict['value']:.3g} {verdict['operator']} {gate.threshold:g}"
-    ceiling, reason = verdict["ceiling"], verdict["ceiling_told"]
+    ceiling, reason = verdict["ceiling"], verdict["ceiling_reason"]
     suffix = "" if ceiling is None else f" (ceiling {ceiling:.3g}: {reason})"
     if gate.passes(verdict["value"]):
-        return verdict | {"verdict": "pass", "told": comparison + suffix}
+        return verdict | {"verdict": "pass", "reason": comparison + suffix}
     if gate.at_least is not None and ceiling is not None and gate.threshold > ceiling:
         detail = f"{verdict['value']:.3g}; {gate.threshold:g} is above the ceiling {ceiling:.3g}: {reason}"
-        return verdict | {"verdict": "unreachable", "told": detail}
-    return verdict | {"verdict": "fail", "told": f"not {comparison}{suffix}"}
+        return verdict | {"verdict": "unreachable", "reason": detail}
+    return verdict | {"verdict": "fail", "reason": f"not {comparison}{suffix}"}
 
 
 def _missing_request(gate: Gate, results: dict[str, dict[str, Any]]) -> str | None:
@@ -189,9 +189,9 @@ def _measure(gate: Gate, results: dict[str, dict[str, Any]]) -> list[dict[str, A
         perf = body["perf"]
         if not perf:
             return []
-        broken = [f"{finding['name']}: {finding['told']}" for finding in perf if not finding["passed"]]
+        broken = [f"{finding['name']}: {finding['detail']}" for finding in perf if not finding["passed"]]
         share = 1 - len(broken) / len(perf)
-        return [{"value": share, "ceiling": 1.0, "ceiling_told": broken[0] if broken else "all of them hold"}]
+        return [{"value": share, "ceiling": 1.0, "ceiling_reason": broken[0] if broken else "all of them hold"}]
     if gate.quantity == "perplexity_ratio":
         models = [model for model in body.get("models", ()) if model.get("ratio") is not None]
         return [{"value": m["ratio"], "spread": m["ratio_interval"], "case": m["name"]} for m in models]
@@ -205,7 +205,7 @@ def _measure(gate: Gate, results: dict[str, dict[str, Any]]) -> list[dict[str, A
             value, spread = value_and_spread
             ceiling, reason = _ceiling(gate, case, body)
             measurements.append(
-                {"value": value, "spread": spread, "ceiling": ceiling, "ceiling_told": reason, "case": case["id"]}
+                {"value": value, "spread": spread, "ceiling": ceiling, "ceiling_reason": reason, "case": case["id"]}
             )
     return measurements
 
@@ -411,7 +411,7 @@ def table(body: dict[str, Any]) -> str:
         measured_range = "–" if not verdict["spread"] else "{:.3g}..{:.3g}".format(*verdict["spread"])
         ceiling = "–" if verdict["ceiling"] is None else f"{verdict['ceiling']:.3g}{unit}"
         unjudged = verdict["verdict"] in ("missing", "not asked", "unreachable")
-        reason = verdict["told" if unjudged else "ceiling_told"]
+        reason = verdict["reason" if unjudged else "ceiling_reason"]
         threshold = f"{verdict['operator']} {verdict['threshold']:g}{unit}"
         outcome = verdict["verdict"] if verdict["verdict"] in ("pass", "not asked") else verdict["verdict"].upper()
         lines.append((outcome, verdict["name"], value, measured_range, threshold, ceiling, reason or ""))

@@ -67,7 +67,7 @@ def merge(findings: Sequence[Finding]) -> list[dict[str, Any]]:
         example = next((finding for finding in matches if not finding.passed), matches[0])
         entries.append({
             "name": example.name, "passed": example.passed, "value": example.value, "allowed": example.allowed,
-            "told": example.detail, "cases": len(matches),
+            "detail": example.detail, "cases": len(matches),
         })  # fmt: skip
     return entries
 

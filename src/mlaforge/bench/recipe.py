@@ -66,7 +66,7 @@ def read(scenario: str, scope: str, config: BenchConfig) -> Recipe:
         raise UserError(f"scenario {scenario!r} must be one of {', '.join(known)}{nearest(scenario, known)}")
     file = read_recipe(FOLDER / f"{scenario}.yaml")
     scopes = {name: file.pop(name) for name in SCOPES}
-    description, prompts_once = file.pop("told"), file.pop("prompts_once", False)
+    description, prompts_once = file.pop("description"), file.pop("prompts_once", False)
     defaults = resolve(BenchConfig, None, **{**DEFAULTS, **file, **scopes.get(scope, {})})
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     chosen = {name: getattr(defaults, name) if value is None else value for name, value in options.items()}

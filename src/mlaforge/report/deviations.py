@@ -108,7 +108,7 @@ def _of_scenario(body: dict[str, Any]) -> Statements:
         yield where, "its drafts replay the output of plain decoding: an upper bound of any drafter, not a claim"
     for check in dicts(body.get("perf")):
         if check.get("passed") is not True:
-            yield where, f"invariant {check.get('name')}: {check.get('told')}"
+            yield where, f"invariant {check.get('name')}: {check.get('detail')}"
     if body.get("forced"):
         yield where, "the full run was forced before the micro gates had passed"
 
@@ -116,7 +116,7 @@ def _of_scenario(body: dict[str, Any]) -> Statements:
 def _of_gates(body: dict[str, Any]) -> Statements:
     for gate in body["gates"]:
         if gate.get("verdict") != "pass":
-            verdict, reason = gate.get("verdict") or "not judged", gate.get("told") or "no reason recorded"
+            verdict, reason = gate.get("verdict") or "not judged", gate.get("reason") or "no reason recorded"
             yield body["name"], f"gate {gate.get('name') or 'without a name'}: {verdict}, {reason}"
     green_runs, needed = (number(body, "ledger", key) for key in ("in_a_row", "needed"))
     if green_runs is not None and needed is not None and green_runs < needed:
