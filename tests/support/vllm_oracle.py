@@ -45,7 +45,8 @@ def run(cases, folder, **environment):
     done = subprocess.run(
         [PYTHON, str(DRIVER), str(file)], capture_output=True, text=True, env={**inherited, **settings}, cwd=folder
     )
-    lines = [json.loads(line.removeprefix("OUTCOME ")) for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
+    printed = [line.partition("OUTCOME ") for line in done.stdout.splitlines()]
+    lines = [json.loads(outcome) for before, mark, outcome in printed if mark and not before]
     assert len(lines) == len(cases), done.stderr[-3000:]
     return {outcome.pop("name"): outcome for outcome in lines}
 

@@ -130,8 +130,8 @@ def run(
     if unknown:
         log(unknown)
     body: dict[str, Any] = header | {
-        "scenario": scenario, "scope": recipe.scope, "description": recipe.description, "forced": forced, "seconds": 0.0,
-        "config": _recorded(recipe), "prompts": text_files, "unknown": unknown, "roof": describe(gpu),
+        "scenario": scenario, "scope": recipe.scope, "description": recipe.description, "forced": forced,
+        "seconds": 0.0, "config": _recorded(recipe), "prompts": text_files, "unknown": unknown, "roof": describe(gpu),
         "models": [
             {"name": m.name, "path": record_path(m.source.path), "sha256": m.source.fingerprint,
              "layout": layout_of(m.plan), "numbers_per_token": m.plan.cached_per_token, **_quality(m.source.path)}
