@@ -46,7 +46,7 @@ LINES = {
     "coded": (CODED, "o", "mlaforge, coded:\n4, 3, 2 bits", (0.117, 1.0033)),
     "blocks": (RIVAL, "s", "int8, int4,\nint2* (KIVI)", (0.262, 1.0018)),
     "rotated": (THIRD, "v", "Hadamard, Lloyd-Max*\n(TurboQuant)", (0.2, 1.65)),
-    "pair widths": (FOURTH, "X", "Block-GTQ*", (0.29, 1.1)),
+    "pair widths": (FOURTH, "X", "Block-GTQ*", (0.29, 1.046)),
     "plain code": (OTHER, "D", "plain PCA*\n(KVTC)", (0.117, 1.07)),
     "latent": (LATENT, "o", "latent by rank\n○ bf16   ● int8", (0.62, 1.012)),
     "latent_rope": (ROPE, "^", "latent_rope by rank\n△ bf16   ▲ int8", (0.56, 1.2)),
