@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from support import kernel_forms
+from support import kernel_forms, quick_interpreter
 from support.tiny_models import FAMILIES, save_model
 
 # A busy machine must not fail a test.
@@ -56,11 +56,25 @@ def pytest_configure(config: pytest.Config) -> None:
         emulated_amx.replace_amx(pytest.MonkeyPatch())
 
 
+def pytest_collection_finish() -> None:
+    """Exempt modules and test items from garbage collection, which would look at them thousands of times."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    # Else bindings report at the process's end that objects are left.
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed torch, so that a test gives the same result alone, after other tests and in another process."""
+    """Seed torch, so that a test gives the same result alone, after other tests and in another process; and quicken
+    Triton's interpreter once it is imported."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+    if interpreter := sys.modules.get("triton.runtime.interpreter"):
+        quick_interpreter.quicken(interpreter)
     kernel_forms.note(item)
 
 

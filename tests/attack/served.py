@@ -32,6 +32,8 @@ STEP = 500
 SEQUENCES = 62
 # Seconds for which it is measured what the witness waits when nobody else asks.
 ALONE = 3.0
+# How often it is measured what it waits beside two neighbours, before the attack and after it.
+MEASURED = 4
 # Tokens of the witness before which a new server is not judged.
 WARM_UP = 64
 SHOWN = 12
@@ -118,7 +120,7 @@ class Served:
         with self._measured("alone"):
             await asyncio.sleep(ALONE)
         drawn = {"max_tokens": 48, "temperature": 1.0, "top_p": 0.9, "logprobs": 5}
-        for number in range(4):
+        for number in range(MEASURED):
             # Another one each time: what is cached costs nothing.
             prompt = [(number + 3 * at + os.getpid()) % 250 for at in range(STEP)]
             with self._measured("a step"):

@@ -23,7 +23,7 @@ PATTERN = "|".join([
     r"""\s+""",
 ])  # fmt: skip
 ORDINARY, ALL = 199998, 201088
-HIDDEN = 256
+HIDDEN = 128
 
 
 def tokenizer(encoding: Any) -> Any:

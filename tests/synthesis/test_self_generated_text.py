@@ -47,13 +47,13 @@ def text_folder(home):
 
 
 def test_a_longer_request_extends_a_shorter_one(home, llama, tmp_path, monkeypatch):
-    short = generate(llama, 2000)
-    assert 2000 <= short.tokens < 2000 + 400
-    more = generate(llama, 6000)
+    short = generate(llama, 1000)
+    assert 1000 <= short.tokens < 1000 + 400
+    more = generate(llama, 3000)
     monkeypatch.setattr(module, "cache_home", lambda: tmp_path / "another")
-    direct = generate(llama, 6000)
+    direct = generate(llama, 3000)
     assert more.lines == direct.lines and more.lines[: len(short.lines)] == short.lines
-    assert generate(llama, 6000, seed=1).lines != more.lines
+    assert generate(llama, 1000, seed=1).lines != short.lines
     kinds = {line["kind"] for line in more.lines}
     assert {"prose", "python", "tables", "dialogue"} <= kinds, kinds
 
@@ -77,15 +77,15 @@ def test_an_interrupted_run_resumes(home, llama, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(module._Generator, "_handle_output", interrupt_at_25)
         with pytest.raises(Interrupted, match="resumes"):
-            generate(llama, 4000)
+            generate(llama, 2500)
     texts = text_folder(home) / module.TEXTS_FILE
     before = texts.read_text()
     # A kill can leave an incomplete line.
     texts.write_text(before + '{"number": 3, "ki')
-    text = generate(llama, 4000)
+    text = generate(llama, 2500)
     assert texts.read_text().startswith(before)
     monkeypatch.setattr(module, "cache_home", lambda: tmp_path / "another")
-    assert generate(llama, 4000).lines == text.lines
+    assert generate(llama, 2500).lines == text.lines
 
 
 def test_short_texts_do_not_cause_overproduction(home, llama, monkeypatch):
@@ -100,16 +100,16 @@ def test_short_texts_do_not_cause_overproduction(home, llama, monkeypatch):
 
 def test_full_disk_is_a_user_error_and_keeps_finished_texts(home, llama, monkeypatch, small_disk, tmp_path):
     """One error line; the texts generated before stay valid."""
-    disk = small_disk(2**16)
+    disk = small_disk(2**15)
     monkeypatch.setattr(module, "cache_home", lambda: disk)
     with pytest.raises(UserError, match=r"the disk is full \(0.0 GiB free at .*MLAFORGE_HOME.* resumes"):
-        generate(llama, 40_000)
+        generate(llama, 12_000)
     drawn = (text_folder(disk) / module.TEXTS_FILE).read_bytes()
-    assert len(drawn) > 2**14
+    assert len(drawn) > 2**13
     monkeypatch.setattr(module, "cache_home", lambda: tmp_path / "another")
-    assert generate(llama, 40_000).tokens >= 40_000
+    assert generate(llama, 12_000).tokens >= 12_000
     (moved := text_folder(tmp_path / "another") / module.TEXTS_FILE).write_bytes(drawn)
-    assert generate(llama, 40_000).tokens >= 40_000
+    assert generate(llama, 12_000).tokens >= 12_000
     assert moved.read_bytes().startswith(drawn[: drawn.rfind(b"\n") + 1])
 
 
@@ -190,7 +190,7 @@ def test_base_models_get_no_dialogue(home, model):
     (base / "chat_template.jinja").unlink(missing_ok=True)
     source = SourceModel.open(base)
     assert not source.tokenizer.chat_template
-    kinds = {line["kind"] for line in generate(source, 6000).lines}
+    kinds = {line["kind"] for line in generate(source, 3000).lines}
     assert "prose" in kinds and not {"dialogue", "question"} & kinds
 
 
@@ -198,7 +198,7 @@ def test_texts_contain_no_bos_and_eos(home, llama):
     """Texts start with their opening or their chat template, and windows join them without special tokens."""
     openings = yaml.safe_load(module.OPENINGS.read_text())
     special = set(llama.tokenizer.all_special_ids)
-    text = generate(llama, 6000)
+    text = generate(llama, 3000)
     names = dict(text.documents())
     for line in text.lines:
         words = names[f"{line['kind']}/{line['number']}"]

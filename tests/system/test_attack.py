@@ -30,8 +30,8 @@ def test_requests_and_connections(tiny_models, ledger, tmp_path, monkeypatch):
     """Kinds that end quickly. The steps of a tiny model are too short for latency limits."""
     from attack import connections, fuzz, requests, served
 
-    monkeypatch.setattr(served, "ALONE", 0.1)
-    monkeypatch.setattr(served, "WARM_UP", 8)
+    for name, value in (("ALONE", 0.1), ("WARM_UP", 8), ("MEASURED", 1)):
+        monkeypatch.setattr(served, name, value)
     monkeypatch.setattr(fuzz, "WEIGHTS", {fuzz.valid: 2, fuzz.damaged: 1, fuzz.messages: 1, fuzz.head: 1})
     monkeypatch.setattr(connections, "KINDS", (connections.hang_up, connections.pipelined, connections.gone))
     options = ["--device", "cpu", "--dtype", "float32", "--cache-bytes", str(2**24)]
@@ -56,8 +56,8 @@ def test_requests_and_connections(tiny_models, ledger, tmp_path, monkeypatch):
 def test_a_crashed_server_is_a_failure_and_is_replaced(tiny_models, ledger, tmp_path, monkeypatch):
     from attack import served
 
-    monkeypatch.setattr(served, "ALONE", 0.1)
-    monkeypatch.setattr(served, "WARM_UP", 8)
+    for name, value in (("ALONE", 0.1), ("WARM_UP", 8), ("MEASURED", 1)):
+        monkeypatch.setattr(served, name, value)
 
     async def attacked():
         async with served.Served(

@@ -8,6 +8,7 @@ test can tell an outdated table without compiling.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
 import json
@@ -29,6 +30,7 @@ from mlaforge.planning.kernel_loops import Compiled
 from mlaforge.runtime import log
 
 
+@functools.cache
 def source_hash(module: ModuleType) -> str:
     """Return a hash of a module's kernels, and of those modules whose functions they call: their code without comments
     and docstrings."""

@@ -236,18 +236,19 @@ def test_killed_check_is_not_cached(tokenizer, impatient):
 
 
 def test_failed_text_leaves_no_timer_running(tokenizer, monkeypatch):
-    """Its process goes on with others for longer than its budget."""
-    monkeypatch.setattr(grammar, "FOLLOW", {**grammar.FOLLOW, "seconds": 0.1})
-    grammars, params = Grammars(tokenizer), SamplingParams(regex="[ab]+")
-    grammars.check(params)
-    wrong, right = grammars.follow(params), grammars.follow(params)
-    wrong.advance(ids(tokenizer, "x"))
+    """Its process goes on with others for longer than its budget, in masks that take long."""
+    monkeypatch.setattr(grammar, "FOLLOW", {**grammar.FOLLOW, "seconds": 0.5})
+    grammars = Grammars(tokenizer)
+    grammars.check(COSTLY)
+    (x,), (a,) = ids(tokenizer, "x"), ids(tokenizer, "a")
+    wrong = grammars.follow(COSTLY)
+    wrong.advance([a])
     wait_for([wrong], 60)
     assert "it does not allow token" in wrong.error
-    (a,) = ids(tokenizer, "a")
     used = children_time(grammars)
-    while children_time(grammars) - used < 0.3:
-        right.advance([a])
-        assert len(allowed(right)) == 3
-    right.close()
+    while children_time(grammars) - used < 0.8:
+        right = grammars.follow(COSTLY)
+        right.advance([x])
+        assert allowed(right) == {a}
+        right.close()
     wrong.close()

@@ -1,0 +1,74 @@
+"""Triton's interpreter without work that changes no result: about twice as fast.
+
+- It replaces the functions of `triton.language` before every launch and in every call of a device function, even of
+  `tl.sum`. They stay replaced, because a process that interprets compiles nothing.
+- It computes every integer sum and product again in 64 bits to detect an overflow, which it reports in debug mode only.
+- It describes the type and the shape of every result anew, though a kernel has few.
+"""
+
+import dataclasses
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+KEPT = SimpleNamespace(restore=lambda: None)
+
+
+def quicken(interpreter: ModuleType) -> None:
+    """Change the module triton.runtime.interpreter, once."""
+    patch, builder = interpreter._patch_lang, interpreter.interpreter_builder
+    if patch.__module__ == __name__:
+        return
+    # The globals of functions by their identity, which another dictionary cannot have as long as they are kept.
+    patched: dict[int, dict[str, Any]] = {}
+
+    def patch_once(function: Any) -> Any:
+        names = function.__globals__
+        if id(names) not in patched:
+            patch(function)
+            patched[id(names)] = names
+        return KEPT
+
+    interpreter._patch_lang = patch_once
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    _describe_once(interpreter)
+
+
+def _describe_once(interpreter: ModuleType) -> None:
+    """Keep what describes blocks: their sizes and names, the shapes of tensors, and the dtypes of numpy."""
+    core = interpreter.tl.core
+    describe_block, describe_tensor = core.block_type.__init__, core.tensor.__init__
+    describe_numbers = interpreter._get_np_dtype
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, tuple[Any, Any]] = {}
+    numbers: dict[str, Any] = {}
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(getattr(shape, "values", shape))
+        if any(type(size) is not int for size in sizes):
+            describe_block(self, element_ty, shape)
+            return
+        key = (element_ty.name, sizes)
+        if key not in blocks:
+            describe_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        self.__dict__.update(blocks[key])
+        # Types of one name may differ: pointers to constants.
+        self.element_ty = element_ty
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(getattr(type.shape, "values", type.shape)) if type.is_block() else ()
+        if sizes not in shapes:
+            describe_tensor(self, handle, type)
+            shapes[sizes] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[sizes]
+
+    def np_dtype(kind: Any) -> Any:
+        if type(kind) is not core.dtype:
+            return describe_numbers(kind)
+        if kind.name not in numbers:
+            numbers[kind.name] = describe_numbers(kind)
+        return numbers[kind.name]
+
+    core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, np_dtype
