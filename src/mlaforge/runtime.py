@@ -123,6 +123,16 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
+def any_vllm_version() -> bool:
+    """Return whether $MLAFORGE_VLLM_ANY_VERSION is 1: the vLLM plugin serves with untested versions too."""
+    return os.environ.get("MLAFORGE_VLLM_ANY_VERSION", "0") == "1"
+
+
+def torchrun_processes() -> int:
+    """Return how many processes torchrun started ($WORLD_SIZE), this one included; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
 def version() -> str:
     """Return the version of mlaforge."""
     from mlaforge import __version__

@@ -176,6 +176,24 @@ def test_invalid_recipe_is_rejected_before_any_work(recipe, refused, tmp_path):
     refused("unknown key 'bugdet'; did you mean 'budget'?", "convert", "no model", tmp_path / "out", "--recipe", path)
 
 
+# Several processes of torchrun
+
+
+def test_only_training_runs_on_several_processes(refused, tiny_models, monkeypatch, tmp_path):
+    """`sparsify` computes its index in closed form: N processes would compute it N times."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model, out = tiny_models["llama"], tmp_path / "out"
+    refused("sparsify runs in one process, and torchrun started 2; only heal and draft train", "sparsify", model, out)
+    refused("convert runs in one process", "convert", model, out)
+    refused("vocab runs in one process", "draft", "vocab", model, "text", "--out", out)
+    # The stages that train start, and then miss their inputs.
+    refused("is not converted", "heal", "--teacher", model, "--student", model, "--out", out)
+    refused("--text is missing", "draft", "train", model, "--out", out)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    refused("does not exist", "sparsify", tmp_path / "none", out)
+
+
 # Verbs
 
 

@@ -1,5 +1,6 @@
 """Every script in examples/ runs as it stands, on a tiny model with tiny settings."""
 
+import importlib.util
 import json
 import os
 import runpy
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from mlaforge.artifact import Manifest
 from mlaforge.cli.main import app
 from support.serving import free_port, name_vllm
 
@@ -36,7 +38,9 @@ def model(tiny_models):
 
 def test_examples_are_short_and_tested():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"convert_and_serve", "calibrate_on_your_text", "heal", "draft", "generate_with_vllm"}
+    assert names == {
+        "convert_and_serve", "calibrate_on_your_text", "heal", "heal_with_ray", "draft", "generate_with_vllm"
+    }  # fmt: skip
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) < 40, path
 
@@ -58,6 +62,42 @@ def test_heal(shown, model, calibration_file, evaluation_file, tmp_path):
     assert [line.split(": ")[0] for line in out.splitlines()] == [
         str(model), str(tmp_path / "out"), str(tmp_path / "out-healed"),
     ]  # fmt: skip
+
+
+# Slurm's commands, as if two nodes were this machine.
+SLURM = {
+    "scontrol": "echo localhost; echo localhost",
+    "srun": 'for _ in 1 2; do "$@" & started+=($!); done; for it in "${started[@]}"; do wait "$it" || exit 1; done',
+}
+
+
+@pytest.mark.slow
+def test_heal_with_slurm(model, converted, healing_file, tmp_path):
+    for name, script in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
+        "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]",
+        "PORT": str(free_port()),
+    }  # fmt: skip
+    out = tmp_path / "healed"
+    command = [EXAMPLES / "heal.sbatch", "heal", "--teacher", model, "--student", converted("llama", "latent"), "--out",
+               out, "--device", "cpu", "--text", healing_file, "--steps", "2", "--seqlen", "64"]  # fmt: skip
+    done = subprocess.run(["bash", *command], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert Manifest.load(out).metrics["processes"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'ray[train]'")
+def test_heal_with_ray(model, converted, healing_file, tmp_path):
+    out = tmp_path / "healed"
+    command = [EXAMPLES / "heal_with_ray.py", model, converted("llama", "latent"), out, "--cpu", "--workers", "2",
+               "--text", healing_file, "--steps", "2", "--seqlen", "64"]  # fmt: skip
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert Manifest.load(out).metrics["processes"] == 2
 
 
 def test_draft(shown, model, monkeypatch, tmp_path):

@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,7 @@ from mlaforge.runtime import Resumable, UserError
 from mlaforge.training.kl_loss import compare
 from mlaforge.training.optimizer import Hyperparameters, NonFiniteLoss, Optimizer, row_scales
 from support.killed import check_same_tensors, killed_after
+from support.sharded import check_same_training, launched, trained_in_turns
 from support.tiny_models import save_model
 
 OPTIONS = {
@@ -370,64 +369,24 @@ def test_rejects_mismatched_models(heal_model, tiny_models, student, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-SHARDED = """
-import json, sys
-from pathlib import Path
-from mlaforge.healing import heal
-from mlaforge.training import distributed as sharding
-from mlaforge.healing.config import HealConfig
-teacher, student, out, options = sys.argv[1:]
-options = json.loads(options)
-stop = options.pop("stop", None)
-if stop:
-    from mlaforge.training import loop
-    whole = loop.Trainer._save
-    def save(self):
-        whole(self)
-        if self.optimizer.step == stop:
-            import os
-            os._exit(3)
-    loop.Trainer._save = save
-heal.run(teacher, student, Path(out), HealConfig(**options))
-sharding.destroy_process_group()
-"""
-
-
-def run_sharded(processes, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    script = Path(arguments[2]).with_suffix(".py")
-    script.write_text(SHARDED)
-    return subprocess.run([*command, str(script), *map(str, arguments)], capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.slow
-def test_two_processes_match_one(heal_model, tiny_models, student, healing_file, tmp_path):
-    """FSDP2 over gloo: losses of every step, evaluations and weights, with a kill of both processes in between."""
+@pytest.mark.parametrize("turns", [(4, 2, 1), (1, 2, 4)], ids=str)
+def test_processes_match_one(turns, heal_model, tiny_models, student, healing_file, tmp_path):
+    """FSDP2 over gloo: losses of every step, evaluations and weights of a run that each number of processes resumes."""
     options = {**OPTIONS, "text": str(healing_file), "subset": "projections,attention", "patience": 1, "refit": "on"}
-    whole, manifest = heal_model("whole", **options)
+    whole = heal_model("whole", **options)
     out = tmp_path / "sharded"
-    stopped = run_sharded(2, tiny_models["llama"], student, out, json.dumps({**options, "stop": 3}))
-    assert stopped.returncode and not out.exists(), stopped.stderr
-    assert (tmp_path / ".sharded.partial" / "work" / "state-00000003").is_dir()
-    done = run_sharded(2, tiny_models["llama"], student, out, json.dumps(options))
-    assert done.returncode == 0, done.stderr
-    assert "resuming after step 3" in done.stderr
-    events = Manifest.load(out).metrics
-    assert events["processes"] == 2
-    assert events["losses"] == pytest.approx(manifest.metrics["losses"], rel=1e-3)
-    assert [p["kl"] for p in events["curve"]] == pytest.approx([p["kl"] for p in manifest.metrics["curve"]], rel=1e-3)
-    with reader.Reader(whole) as student_model, reader.Reader(out) as teacher_model:
-        for name in student_model:
-            torch.testing.assert_close(teacher_model[name], student_model[name], rtol=1e-2, atol=1e-4)
+    manifest = trained_in_turns(turns, heal, [tiny_models["llama"], student], out, HealConfig(**options))
+    check_same_training((out, manifest), whole, "kl", atol=1e-4)
 
 
 @pytest.mark.slow
 def test_every_process_reports_a_concurrent_run(student, tiny_models, healing_file, tmp_path):
     """Only rank 0 sees the conflict; the other processes must not wait for it forever."""
-    options, out = json.dumps({**OPTIONS, "text": str(healing_file)}), tmp_path / "sharded"
+    config, out = HealConfig(**{**OPTIONS, "text": str(healing_file)}), tmp_path / "sharded"
     with writing(out, Manifest("heal", {}, {})) as partial:
         (partial / "mine").write_text("x")
-        done = run_sharded(2, tiny_models["llama"], student, out, options)
+        done = launched(2, heal, [tiny_models["llama"], student], out, config)
         assert done.returncode and (partial / "mine").is_file()
         assert done.stderr.count(f"UserError: another process is at work on {out}") >= 2, done.stderr
 

@@ -245,11 +245,12 @@ def test_reasoning_tokens_are_counted(served, llm):
     assert cut["finish_reason"] == "length" and not cut["message"]["content"] and cut["message"]["reasoning_content"]
 
 
-@pytest.mark.skipif(TEMPLATE is None, reason="MLAFORGE_GPT_OSS_TEMPLATE names no file with GPT-OSS's chat template")
+@pytest.mark.skipif(TEMPLATE is None, reason="MLAFORGE_GPT_OSS_TEMPLATE names no file with the template")
 @pytest.mark.parametrize("effort", [None, "high"])
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["none", "tools"])
 def test_the_chat_template_agrees_with_harmony(checkpoint, llm, tools, effort):
-    """The model's chat template and harmony render the same turns, effort and tools."""
+    """GPT-OSS's chat template (that of llama-cpp-python 0.3.36 was tried) and harmony render the same turns, effort and
+    tools."""
     settings = {"tools": list(tools) or None, "reasoning_effort": effort or "medium"}
     text = llm.tokenizer.apply_chat_template(WEATHER, add_generation_prompt=True, tokenize=False, **settings)
     ours = llm.tokenizer.decode(llm.chat_prompt(WEATHER, tools, effort))

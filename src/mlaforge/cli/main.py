@@ -108,7 +108,7 @@ def sparsify(model: Model, out: Out, config: SparsifyConfig, overwrite: Overwrit
     print(f"{out}: a generated token reads {config.topk} tokens per layer; index keys take {size} bytes per token")
 
 
-@verb(HealConfig)
+@verb(HealConfig, distributed=True)
 def heal(
     config: HealConfig,
     teacher: Annotated[str, typer.Option("--teacher", metavar="MODEL", help="original model")],

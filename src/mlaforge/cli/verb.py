@@ -17,7 +17,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from mlaforge import config as configuration
 from mlaforge.config import Options
-from mlaforge.runtime import Interrupted, UserError, disable_progress_bars, interrupted, interruptible
+from mlaforge.runtime import (
+    Interrupted,
+    UserError,
+    disable_progress_bars,
+    interrupted,
+    interruptible,
+    torchrun_processes,
+)
 
 # Help panel of the options that are not listed first.
 ADVANCED = "Advanced options"
@@ -127,9 +134,12 @@ def _option(field: dataclasses.Field[Any], kind: Any, panel: str | None) -> Any:
     return Annotated[parsed | None, typer_option]
 
 
-def verb(on: typer.Typer, options: type[Options] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(
+    on: typer.Typer, options: type[Options] | None = None, distributed: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command with the group `on`. options: dataclass of the stage, whose fields become options; the command
-    is called with the resolved `config`. A UserError ends with one line on stderr and exit code 2."""
+    is called with the resolved `config`. distributed: whether it runs on several processes of torchrun; other commands
+    refuse them. A UserError ends with one line on stderr and exit code 2."""
 
     def register(command: Callable[..., None]) -> Callable[..., None]:
         keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
@@ -155,6 +165,11 @@ def verb(on: typer.Typer, options: type[Options] | None = None) -> Callable[[Cal
         def wrapped(**arguments: Any) -> None:
             with interruptible():
                 try:
+                    if not distributed and (processes := torchrun_processes()) > 1:
+                        raise UserError(
+                            f"{wrapped.__name__} runs in one process, and torchrun started {processes}; only heal and "
+                            "draft train have gradient steps to share: start it without torchrun"
+                        )
                     if options:
                         recipe = arguments.pop("recipe")
                         values = {name: arguments.pop(name) for name in names}

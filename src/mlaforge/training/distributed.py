@@ -40,10 +40,11 @@ class ProcessGroup:
 
 
 def init_process_group(device: torch.device) -> ProcessGroup:
-    """Join the group of torchrun, or return a group of one process. device: moved to the local rank's GPU."""
-    if not distributed.is_torchelastic_launched():
-        return ProcessGroup(0, 1, device)
+    """Join the group of torchrun, or that of this process (Ray Train initialises one), or return a group of one
+    process. device: moved to the local rank's GPU."""
     if not distributed.is_initialized():
+        if not distributed.is_torchelastic_launched():
+            return ProcessGroup(0, 1, device)
         distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", distributed.get_node_local_rank())

@@ -1,4 +1,5 @@
-"""Everything of vLLM that the plugin touches, and a check whether an installed vLLM has it.
+"""The versions of vLLM that the plugin is tested with, everything of vLLM that it touches, and a check whether an
+installed vLLM has it.
 
     python -m mlaforge.vllm_plugin.internals      # in vLLM's environment: prints what is missing
 
@@ -11,10 +12,16 @@ import dataclasses
 import importlib
 import inspect
 
+from mlaforge.runtime import any_vllm_version
+
+# Releases with which `make test-vllm` passed, without what follows a + (the build).
+TESTED_VERSIONS = ("0.32.0",)
+
 # Object, as module:name -> attributes that are read, called, overridden or written.
 TOUCHED: dict[str, tuple[str, ...]] = {
     # Registration (__init__.py), in the entry point group vllm.general_plugins.
     "vllm:ModelRegistry": ("models", "register_model"),
+    "vllm:__version__": (),
     "vllm.model_executor.models.config:MODELS_CONFIG_MAP": (),
     "vllm.model_executor.models.config:VerifyAndUpdateConfig": ("verify_and_update_model_config",),
     # Configuration (model.py, row_cache.py, experts.py).
@@ -57,6 +64,19 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.kv_cache_layout:KVCacheLayout": ("LBHNC", "LBNHC"),
 }  # fmt: skip
+
+
+def refusal() -> str | None:
+    """Return why converted models are not served by the installed vLLM, in one line; None if its version is tested, or
+    the user allows any ($MLAFORGE_VLLM_ANY_VERSION)."""
+    from vllm import __version__
+
+    if any_vllm_version() or __version__.partition("+")[0] in TESTED_VERSIONS:
+        return None
+    return (
+        f"mlaforge's vLLM plugin is tested with vLLM {', '.join(TESTED_VERSIONS)}, and this is {__version__}: install "
+        "a tested version, or set MLAFORGE_VLLM_ANY_VERSION=1 to try this one"
+    )
 
 
 def missing() -> list[str]:
