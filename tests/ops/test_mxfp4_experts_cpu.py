@@ -13,7 +13,7 @@ from mlaforge.ops.mxfp4_experts import Mxfp4Experts
 from mlaforge.ops.native import kernels
 
 # Relative errors of a token's result: 16-bit activations, whose step depends on the largest; and bf16 input and output.
-EXACT, ROUNDED = 4e-3, 8e-3
+EXACT, ROUNDED = 2e-3, 6e-3
 
 
 def pair(experts, hidden, intermediate, seed=0, alpha=1.702, limit=7.0):
@@ -42,7 +42,8 @@ def pair(experts, hidden, intermediate, seed=0, alpha=1.702, limit=7.0):
 
 def tokens(count, hidden, experts, top_k, seed=0):
     draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, hidden, generator=draw) * torch.rand(count, 1, generator=draw).mul(8).exp2()
+    # Beyond the limit of the activation, within 16 times: of larger inputs 16 bits leave a gate's slope too little.
+    x = torch.randn(count, hidden, generator=draw) * torch.rand(count, 1, generator=draw).mul(4).exp2()
     chosen = torch.rand(count, experts, generator=draw).topk(top_k).indices
     return x, chosen, torch.rand(count, top_k, generator=draw).softmax(dim=-1)
 
