@@ -70,9 +70,11 @@ class Replicas:
         return sum(float(value) for value in re.findall(r'requests_total\{.*status="200".*\} (\S+)', text))
 
     def close(self):
+        # Killed, nginx would leave its worker process behind.
+        self.nginx.terminate()
+        for process in self.processes:
+            process.kill()
         for process in (self.nginx, *self.processes):
-            if process.poll() is None:
-                process.kill()
             process.wait(30)
 
 
