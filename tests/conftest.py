@@ -69,12 +69,13 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed torch, so that a test gives the same result alone, after other tests and in another process; and quicken
-    Triton's interpreter once it is imported."""
+    """Seed torch, so that a test gives the same result alone, after other tests and in another process; and speed
+    up Triton's interpreter once it is imported, where kernels are interpreted."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
-    if interpreter := sys.modules.get("triton.runtime.interpreter"):
-        quick_interpreter.quicken(interpreter)
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter and os.environ.get("TRITON_INTERPRET") == "1":
+        quick_interpreter.speed_up(interpreter)
     kernel_forms.note(item)
 
 

@@ -133,6 +133,11 @@ def torchrun_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
+def is_first_process() -> bool:
+    """Return whether this is the process of torchrun that prints results ($RANK is 0); True without torchrun."""
+    return torchrun_processes() == 1 or os.environ.get("RANK", "0") == "0"
+
+
 def version() -> str:
     """Return the version of mlaforge."""
     from mlaforge import __version__

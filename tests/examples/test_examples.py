@@ -87,6 +87,7 @@ def test_heal_with_slurm(model, converted, healing_file, tmp_path):
     done = subprocess.run(["bash", *command], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     assert Manifest.load(out).metrics["processes"] == 2
+    assert done.stdout.count("validation KL") == 1
 
 
 @pytest.mark.slow

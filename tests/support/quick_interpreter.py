@@ -10,11 +10,13 @@ import dataclasses
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-KEPT = SimpleNamespace(restore=lambda: None)
+# What a launch restores after it: nothing.
+NOTHING_PATCHED = SimpleNamespace(restore=lambda: None)
 
 
-def quicken(interpreter: ModuleType) -> None:
-    """Change the module triton.runtime.interpreter, once."""
+def speed_up(interpreter: ModuleType) -> None:
+    """Change the module triton.runtime.interpreter, and triton.language, once. A process that compiles kernels must not
+    call this."""
     patch, builder = interpreter._patch_lang, interpreter.interpreter_builder
     if patch.__module__ == __name__:
         return
@@ -26,7 +28,7 @@ def quicken(interpreter: ModuleType) -> None:
         if id(names) not in patched:
             patch(function)
             patched[id(names)] = names
-        return KEPT
+        return NOTHING_PATCHED
 
     interpreter._patch_lang = patch_once
     if not builder.options.debug:

@@ -19,6 +19,7 @@ from mlaforge.drafting.config import (
     RegenerateConfig,
     VocabularyConfig,
 )
+from mlaforge.runtime import is_first_process
 
 app = group("Draft heads: training text, vocabulary, training, import, export, checks, comparison.")
 verb = functools.partial(verbs.verb, app)
@@ -73,6 +74,8 @@ def train(model: Model, out: NewDirectory, config: DraftTrainConfig, overwrite: 
         metrics = stage.run(model, out, config, overwrite).metrics
     finally:
         distributed.destroy_process_group()
+    if not is_first_process():
+        return
     first, best = metrics["curve"][0], metrics["best"]
     drafted = metrics.get("draft_tokens", 3)
     print(

@@ -31,7 +31,7 @@ from mlaforge.gpu_verification.config import VerifyGpuConfig
 from mlaforge.healing.config import HealConfig
 from mlaforge.planning.config import PlanConfig
 from mlaforge.report.config import CardConfig
-from mlaforge.runtime import UserError, forget_interrupts, install
+from mlaforge.runtime import UserError, forget_interrupts, install, is_first_process
 from mlaforge.serving.config import ChatConfig, GenerateConfig, ServeConfig
 from mlaforge.sparsity.config import SparsifyConfig
 from mlaforge.tuning.config import TuneConfig
@@ -126,6 +126,8 @@ def heal(
         metrics = stage.run(teacher, student, out, config, overwrite).metrics
     finally:
         distributed.destroy_process_group()
+    if not is_first_process():
+        return
     first, best = metrics["curve"][0], metrics["best"]
     print(
         f"validation KL {first['kl']:.5f} -> {best['kl']:.5f}, perplexity {first['ppl']:.4f} -> {best['ppl']:.4f} "
