@@ -33,9 +33,9 @@ docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # Two processes; one takes from the other's tests when it has none left. Each has a thread: two threads of two processes
-# wait for each other on two cores.
+# wait for each other on two cores. They write bytecode, which dozens of further processes read.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow

@@ -8,6 +8,7 @@ source model included, before and after.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import json
@@ -174,6 +175,20 @@ def kernels_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KernelLibrary, "build", once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries_prepare_once() -> Iterator[None]:
+    """typer's runner would build every verb with its options for each command line (60 ms), and httpx would read the
+    certificates of authorities for each client (30 ms)."""
+    import ssl
+
+    from typer import testing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(testing, "_get_command", functools.cache(testing._get_command))
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 
 

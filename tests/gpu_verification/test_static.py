@@ -64,7 +64,7 @@ def test_kernels_use_the_processor_that_they_are_compiled_for():
 
 
 def test_random_lengths_compile_few_variants():
-    """100 chunks of random lengths, alone or beside decoding sequences."""
+    """40 chunks of random lengths, alone or beside decoding sequences."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "tests")}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "support.kernel_variants"], env=environment, capture_output=True,
@@ -72,7 +72,7 @@ def test_random_lengths_compile_few_variants():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     variants = json.loads(done.stdout.splitlines()[-1])
-    assert len(variants) >= 10 and max(variants.values()) <= 4, variants
+    assert len(variants) >= 10 and max(variants.values()) <= 3, variants
 
 
 def test_instructions_are_counted_in_the_largest_innermost_loop():

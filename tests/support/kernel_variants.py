@@ -24,6 +24,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties
 from mlaforge.ops.integer_rows_triton import integers_kernel
 
+STEPS = 40
 # Query heads, KV heads, key and value width (0: a prefix of the key), window.
 GEOMETRIES = {
     "gpt-oss": (64, 8, 64, 64, None), "gpt-oss window": (64, 8, 64, 64, 128), "llama": (32, 8, 128, 128, None),
@@ -73,14 +74,14 @@ def main() -> None:
     for geometry, (H, G, D, V, window) in GEOMETRIES.items():  # noqa: B007
         rows = torch.zeros(32, G, D + V, dtype=torch.bfloat16)
         k, v = (rows[..., :D], rows[..., D:]) if V else (rows, rows[..., : D - 64])
-        for queries, lengths in steps(100):
+        for queries, lengths in steps(STEPS):
             q = torch.zeros(sum(queries), H, D, dtype=torch.bfloat16)
             chosen = attention.make_launch(q, k, v, view_of(queries, lengths, window), 0.1)
             launch(attention.attend_kernel, chosen.arguments, **chosen.options)
             if chosen.most_splits > 1:
                 launch(attention.merge_kernel, attention.merge_launch(chosen)[1], num_warps=4)
     geometry = "index of 64"
-    for queries, lengths in steps(100):
+    for queries, lengths in steps(STEPS):
         view = view_of([1] * len(queries), lengths, None)
         S, L = len(queries), view.max_seq_len
         _, arguments = selection.launches(
@@ -97,7 +98,7 @@ def main() -> None:
         launch(selection.select_kernel, selected, num_warps=16)
         launch(selection.score_kernel, arguments | score)
     for geometry in ("latent 832", "latent coded"):
-        for queries, lengths in steps(100):
+        for queries, lengths in steps(STEPS):
             if max(queries) <= QUERIES[-1]:
                 shape = dataclasses.replace(LATENT[geometry], S=len(queries), P=max(lengths), T=max(queries))
                 of = shape.launches(gpu)
@@ -106,13 +107,13 @@ def main() -> None:
                 if of.integers is not None:
                     launch(integers_kernel, of.integers[1], num_warps=4)
     geometry = "latent_rope"
-    for queries, _ in steps(100):
+    for queries, _ in steps(STEPS):
         for part in ("absorb", "up-project"):
             of = absorbed(part, sum(queries), gpu)
             launch(of.kernel, of.arguments, **of.options)
     for geometry in ("20b", "120b"):
         E, K, C, I = EXPERTS[geometry]  # noqa: E741
-        for queries, _ in steps(100):
+        for queries, _ in steps(STEPS):
             N = sum(queries)
             if N * E <= experts.ROUTED:
                 of = routing(geometry, N, gpu)

@@ -1,9 +1,10 @@
-"""Triton's interpreter without work that changes no result: about twice as fast.
+"""Triton's interpreter without work that changes no result: about three times as fast.
 
 - It replaces the functions of `triton.language` before every launch and in every call of a device function, even of
   `tl.sum`. They stay replaced, because a process that interprets compiles nothing.
 - It computes every integer sum and product again in 64 bits to detect an overflow, which it reports in debug mode only.
 - It describes the type and the shape of every result anew, though a kernel has few.
+- It converts and broadcasts operands of one type and shape, and fills a block with a number at every use of it.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ def speed_up(interpreter: ModuleType) -> None:
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _describe_once(interpreter)
+    _match_once(interpreter)
 
 
 def _describe_once(interpreter: ModuleType) -> None:
@@ -74,3 +76,48 @@ def _describe_once(interpreter: ModuleType) -> None:
         return numbers[kind.name]
 
     core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, np_dtype
+
+
+# More numbers than this are filled into blocks again.
+MOST_NUMBERS = 1024
+
+
+def _match_once(interpreter: ModuleType) -> None:
+    """Return operands of one type and shape as they are, and keep the blocks that numbers are filled into."""
+    core, semantic = interpreter.tl.core, type(interpreter.interpreter_semantic)
+    match, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    # With the shape, whose identity another one cannot have as long as it is kept.
+    numbers: dict[Any, tuple[Any, Any]] = {}
+
+    def plain(x: Any) -> bool:
+        """Whether x is a tensor, and not of pointers."""
+        return type(x) is core.tensor and type(x.dtype) is core.dtype
+
+    def matched(
+        self: Any, lhs: Any, rhs: Any, lhs_pointer: bool = False, rhs_pointer: bool = False, arithmetic: bool = True,
+        divides: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        alike = plain(lhs) and plain(rhs) and lhs.shape is rhs.shape and lhs.dtype.name == rhs.dtype.name
+        # Division computes 16-bit numbers in 32 bits.
+        if alike and not (divides and lhs.dtype.is_floating()):
+            return lhs, rhs
+        options = (lhs_pointer, rhs_pointer, arithmetic, divides)
+        tensor, number = (lhs, rhs) if type(lhs) is core.tensor else (rhs, lhs)
+        if type(number) not in (int, float) or not plain(tensor):
+            return match(self, lhs, rhs, *options)  # type: ignore[no-any-return]
+        # Zeros are equal whatever their signs.
+        key = (type(number), number or str(number), tensor.dtype.name, id(tensor.shape), arithmetic, divides)
+        if key in numbers:
+            block = numbers[key][1]
+            return (tensor, block) if tensor is lhs else (block, tensor)
+        left, right = match(self, lhs, rhs, *options)
+        if tensor is left or tensor is right:
+            if len(numbers) == MOST_NUMBERS:
+                numbers.clear()
+            numbers[key] = tensor.shape, right if tensor is left else left
+        return left, right
+
+    def broadcasted(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = matched, broadcasted

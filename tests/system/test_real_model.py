@@ -1,9 +1,13 @@
-"""SmolLM2-135M-Instruct with real weights: fast checks first, then slow tests of quality."""
+"""SmolLM2-135M-Instruct with real weights: fast checks first, of its first layers, then slow tests of quality."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mlaforge.checkpoint import loading, source_model
 from mlaforge.conversion import convert
@@ -14,23 +18,42 @@ from support.engine_driver import watched
 DATA = Path(__file__).parents[3] / "shared" / "data" / "wikitext-2"
 
 
+# A conversion does the same with every layer, and takes half a second for each.
+LAYERS = 8
+
+
 @pytest.fixture(scope="module")
-def loaded(smollm2):
-    return loading.load_model(smollm2, "float32").requires_grad_(False)
+def first_layers(smollm2, tmp_path_factory):
+    """A directory with the first layers of the model."""
+    folder = tmp_path_factory.mktemp("first") / "model"
+    shutil.copytree(smollm2, folder, ignore=shutil.ignore_patterns("*.safetensors*", "manifest.json"))
+    config = json.loads((smollm2 / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": LAYERS}))
+    (shard,) = smollm2.glob("*.safetensors")
+    weights, layer = load_file(shard), re.compile(r"model\.layers\.(\d+)\.")
+    left = {name: x for name, x in weights.items() if not (at := layer.match(name)) or int(at[1]) < LAYERS}
+    assert len(left) < len(weights) / 2
+    save_file(left, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
-def test_the_model_has_the_expected_geometry(smollm2, loaded):
+@pytest.fixture(scope="module")
+def loaded(first_layers):
+    return loading.load_model(first_layers, "float32").requires_grad_(False)
+
+
+def test_the_model_has_the_expected_geometry(smollm2):
     tokenizer = source_model.load_tokenizer(smollm2)
     ids = tokenizer("The capital of France is", return_tensors="pt")
-    out = loaded.generate(**ids, max_new_tokens=1, do_sample=False)
+    out = loading.load_model(smollm2, "float32").generate(**ids, max_new_tokens=1, do_sample=False)
     assert tokenizer.decode(out[0, -1]) == " Paris"
     assert tokenizer.chat_template
 
 
-def converted(smollm2, out, **options):
+def converted(model, out, **options):
     """Conversions into folders of one parent share their moments."""
     config = ConvertConfig(device="cpu", **options)
-    return convert.run(str(smollm2), out, config, calibrated=out.parent / "calibration")
+    return convert.run(str(model), out, config, calibrated=out.parent / "calibration")
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +62,16 @@ def calibrated(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=["latent", pytest.param("latent_rope", marks=pytest.mark.slow)])
-def full_rank(request, smollm2, calibrated):
+def full_rank(request, first_layers, calibrated):
     """Converted at full rank."""
     out = calibrated / request.param
-    converted(smollm2, out, layout=request.param, budget=1.0, nsamples=1, seqlen=128, eval_windows=0)
+    converted(first_layers, out, layout=request.param, budget=1.0, nsamples=1, seqlen=128, eval_windows=0)
     return out
 
 
-def test_full_rank_gives_the_original_logits(full_rank, smollm2, loaded):
+def test_full_rank_gives_the_original_logits(full_rank, first_layers, loaded):
     """Both layouts, real weights, fp32: 1e-4."""
-    tokenizer = source_model.load_tokenizer(smollm2)
+    tokenizer = source_model.load_tokenizer(first_layers)
     ids = tokenizer("Multi-head latent attention caches one small vector for every token.", return_tensors="pt")
     with torch.no_grad():
         expected = loaded(**ids).logits
@@ -59,16 +82,16 @@ def test_full_rank_gives_the_original_logits(full_rank, smollm2, loaded):
             torch.testing.assert_close(model(**ids).logits, expected, rtol=0, atol=1e-4)
 
 
-def test_the_bf16_engine_has_the_originals_perplexity(full_rank, smollm2, loaded, evaluation_file):
-    """That of transformers in fp32, which is the original's, on 256 tokens: measured, within 0.2 %. Keys turned as if
-    they stood half as far made it three times as large."""
-    ids = source_model.load_tokenizer(smollm2)(evaluation_file.read_text())["input_ids"][:256]
+def test_the_bf16_engine_has_the_originals_perplexity(full_rank, first_layers, loaded, evaluation_file):
+    """That of transformers in fp32, which is the original's, on 256 tokens: measured, within 2 %. Keys turned as if
+    they stood half as far lower it by a fifth in these few layers."""
+    ids = source_model.load_tokenizer(first_layers)(evaluation_file.read_text())["input_ids"][:256]
     with torch.no_grad():
         wanted = loaded(torch.tensor([ids]), labels=torch.tensor([ids])).loss
     llm = watched(full_rank, dtype="bfloat16", cache_bytes=64 << 20)
     (read,) = llm.generate([ids], SamplingParams(max_tokens=0, prompt_logprobs=0))
     found = -torch.tensor([entry.logprob for entry in read.prompt_logprobs[1:]]).mean()
-    assert abs(found - wanted) < 0.01
+    assert abs(found - wanted) < 0.05
 
 
 @pytest.mark.slow

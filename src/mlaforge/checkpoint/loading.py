@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,14 @@ def expected_tensors(
 ) -> tuple[dict[str, tuple[int, ...]], frozenset[str], frozenset[str]]:
     """Return the arguments of `Reader.check` for a config.json: names and shapes of its tensors, the tied names, which
     may be absent, and the names of integer tensors."""
+    # Every step of a conversion asks, and a skeleton takes as long as hundreds of modules take to construct.
+    shapes, tied, whole = _expected_tensors(json.dumps(config))
+    return dict(shapes), tied, whole
+
+
+@functools.lru_cache(maxsize=4)
+def _expected_tensors(config_json: str) -> tuple[dict[str, tuple[int, ...]], frozenset[str], frozenset[str]]:
+    config = json.loads(config_json)
     model = skeleton(config)
     tensors = model.state_dict()
     shapes = mxfp4.stored(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})

@@ -106,7 +106,7 @@ class RowFormat(abc.ABC):
         """Bytes of which `unit_bytes` is a multiple, so that every unit of an aligned tensor is aligned."""
         return max(1, *(part.bits // 8 for part in self.parts))
 
-    @property
+    @functools.cached_property
     def unit_bytes(self) -> int:
         """Bytes of a unit."""
         return -(-self.parts[-1].stop // self.alignment) * self.alignment
