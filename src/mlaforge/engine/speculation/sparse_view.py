@@ -199,8 +199,8 @@ class SparseView(Drafter):
             chosen = [next(on_host).numpy() for _ in layers]
             # A sparse layer's selection stands for the first tokens too.
             positions = [
-                np.concatenate((first, own)) if scores.is_floating_point() else own[own < stop]
-                for scores, own in zip(layers, chosen, strict=True)
+                np.concatenate((first, layer)) if scores.is_floating_point() else layer[layer < stop]
+                for scores, layer in zip(layers, chosen, strict=True)
             ]
             self.retrieved[ends[i][0]] = RetrievedTokens(positions, stop)
 

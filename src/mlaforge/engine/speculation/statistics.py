@@ -98,11 +98,11 @@ class SpeculationStats:
         }  # fmt: skip
 
     def _bytes_per_token(self) -> dict[str, Any]:
-        both = self.full_bytes + self.sparse_bytes
+        total = self.full_bytes + self.sparse_bytes
         return {
             "full": {key: _share(count, self.bytes_tokens) for key, count in vars(self.full_bytes).items()},
             "partial": {key: _share(count, self.bytes_tokens) for key, count in vars(self.sparse_bytes).items()},
-            "all": _share(both.weights + both.cache, self.bytes_tokens),
+            "all": _share(total.weights + total.cache, self.bytes_tokens),
         }
 
     def count(self, draft: Draft, accepted: int, tokens: int) -> None:
