@@ -21,7 +21,7 @@ from mlaforge.engine.speculation.lookup import PromptLookupDrafter
 from support.eagle3_heads import saved
 from support.engine_driver import greedy, idle, random_prompts, watch
 from support.serving import serving
-from support.speculating import branch, partly, speculate
+from support.speculating import partly, speculate
 
 POISON = 200
 WHY = "the model's logits have NaN or infinity in float16: float16 ends at 65504; load it with dtype bfloat16"
@@ -123,7 +123,7 @@ def test_drafts_do_not_hide_non_finite_logits(way, params, overflowing, tmp_path
     if way == "copies":
         speculate(llm.engine, PromptLookupDrafter())
     elif way == "a tree":
-        branch(llm.engine, llm.engine.speculation.drafter)
+        speculate(llm.engine, llm.engine.speculation.drafter, tree=8)
     elif not head:
         partly(llm.engine, PromptLookupDrafter(), dtype="model")
     watch(llm.engine)

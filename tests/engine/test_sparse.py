@@ -13,7 +13,7 @@ from mlaforge.ops import decompressed_keys, native, token_selection
 from mlaforge.ops.host_view import host_view
 from mlaforge.runtime import UserError
 from support.drafters import Branching, Knowing
-from support.speculating import branch, speculate, watch_selections
+from support.speculating import speculate, watch_selections
 
 CASES = [("llama", "coded"), ("gpt_oss", "gqa"), ("qwen3", "latent"), ("qwen2", "latent_rope")]
 MORE = [("llama", "gqa"), ("llama", "latent"), ("llama", "latent_rope"), ("gpt_oss", "latent")]
@@ -151,7 +151,7 @@ def test_drafts_keep_rows_and_index_keys(layout, tree, sparse, everything):
     everything.clear()
     llm = engine(directory)
     if tree:
-        branch(llm.engine, Branching([prompt + text], 0.7), 4, 12)
+        speculate(llm.engine, Branching([prompt + text], 0.7), 4, 12)
     else:
         speculate(llm.engine, Knowing([prompt + text], 0.7))
     assert tokens(llm.generate([prompt], greedy(24))) == [text]
@@ -224,7 +224,7 @@ def test_cached_keys_change_no_token(layout, stored, sparse, monkeypatch):
             assert llm.engine.stats().cache_blocks == blocks
         rows = llm.engine.cache.rows
         if drafter == "tree":
-            branch(llm.engine, Branching([p + t for p, t in zip(PROMPTS, texts, strict=True)], 0.7), 4, 12)
+            speculate(llm.engine, Branching([p + t for p, t in zip(PROMPTS, texts, strict=True)], 0.7), 4, 12)
         elif drafter == "chain":
             speculate(llm.engine, Knowing([p + t for p, t in zip(PROMPTS, texts, strict=True)], 0.7))
         drawn = SamplingParams(temperature=0.9, seed=3, max_tokens=16, ignore_eos=True, logprobs=2, n=2)

@@ -85,8 +85,9 @@ def recorded(drafter, least=0.0):
     return records
 
 
-def check_drafts(records, head, oracle):
-    """Assert that drafts are the likeliest tokens of the plain path, or as likely to 1e-3."""
+def check_drafts(records, head, oracle, draft_logits=draft_logits):
+    """Assert that drafts are the likeliest tokens of the plain path, or as likely to 1e-3. draft_logits: of this kind
+    of head."""
     assert records
     for text, _, draft in records:
         assert draft is not None

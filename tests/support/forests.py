@@ -27,7 +27,7 @@ class Nodes:
     """The last `queries` nodes of a forest after `before` tokens, as when a head grows a tree; random rows and queries,
     and NaN where no row was written."""
 
-    def __init__(self, parents, before, window, block_size, queries, heads, dtype):
+    def __init__(self, parents, before, window, block_size, queries, heads):
         self.parents, self.before, self.heads = parents, before, heads
         H, G, D, self.value_dim = heads
         n, self.T = len(parents), min(queries, len(parents))
@@ -44,9 +44,9 @@ class Nodes:
         self.slots = [blocks[(p - self.first) // block_size] * block_size + (p - self.first) % block_size
                       for p in range(self.first, before + n)]  # fmt: skip
         generator = torch.Generator().manual_seed(0)
-        self.rows = torch.full((60 * block_size, G, D), torch.nan, dtype=dtype)
-        self.rows[self.slots] = torch.randn(len(self.slots), G, D, generator=generator).to(dtype)
-        self.q = torch.randn(self.T, H, D, generator=generator).to(dtype)
+        self.rows = torch.full((60 * block_size, G, D), torch.nan)
+        self.rows[self.slots] = torch.randn(len(self.slots), G, D, generator=generator)
+        self.q = torch.randn(self.T, H, D, generator=generator)
 
     def attend(self, implementation):
         values = self.rows[..., : self.value_dim]

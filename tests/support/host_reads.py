@@ -33,3 +33,24 @@ def host_reads() -> Iterator[list[str]]:
         # multinomial checks its distribution on the host.
         patched.setattr(torch, "multinomial", lambda *_, **__: pytest.fail("multinomial waits"))
         yield reads
+
+
+@contextlib.contextmanager
+def reads_of(*methods: tuple[Any, str]) -> Iterator[dict[str, list[list[str]]]]:
+    """Yield, by name, the reads of every call of some objects' methods, without those of methods that it calls."""
+    calls: dict[str, list[list[str]]] = {name: [] for _, name in methods}
+    with host_reads() as reads, pytest.MonkeyPatch.context() as patched:
+
+        def counted(call: Any, name: str) -> Any:
+            def counting(*inputs: Any) -> Any:
+                before = len(reads)
+                returned = call(*inputs)
+                calls[name].append(reads[before:])
+                del reads[before:]
+                return returned
+
+            return counting
+
+        for owner, name in methods:
+            patched.setattr(owner, name, counted(getattr(owner, name), name))
+        yield calls

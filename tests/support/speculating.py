@@ -11,11 +11,13 @@ from mlaforge.engine.speculation.sparse_view import SparseViewConfig
 CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent"), ("gpt_oss", "latent")]
 
 
-def speculate(engine, drafter, count=3, adaptive=False, prompt_lookup=False):
+def speculate(engine, drafter, count=3, tree=0, prompt_lookup=False, adaptive=False, view=None, dtype="model"):
+    """Draft by `drafter`: chains, trees of `tree` tokens, or under sparse views; return the engine's speculation."""
     engine.set_drafter(
-        drafter, count, prompt_lookup, adaptive_speculation=adaptive, specpv=False, speculative_tree_tokens=0
+        drafter, count, prompt_lookup, view, adaptive_speculation=adaptive, specpv=view is not None,
+        specpv_dtype=dtype, speculative_tree_tokens=tree,
     )  # fmt: skip
-    return engine
+    return engine.speculation
 
 
 # A sparse view of a few tokens.
@@ -32,13 +34,10 @@ class AnyLength(SparseViewConfig):
 NARROW = AnyLength(sink=1, retrieval=0, window=16, full_every=2, max_provisional=3)
 
 
-def partly(engine, drafter, count=3, prompt_lookup=False, adaptive=False, dtype="auto", base=SMALL, **view):
+def partly(engine, drafter, count=3, prompt_lookup=False, dtype="auto", base=SMALL, **view):
     """Verify what `drafter` proposes under small sparse views first; return the engine's speculation."""
-    engine.set_drafter(
-        drafter, count, prompt_lookup, dataclasses.replace(base, **view), specpv=True, specpv_dtype=dtype,
-        adaptive_speculation=adaptive, speculative_tree_tokens=0,
-    )  # fmt: skip
-    return engine.speculation
+    view = dataclasses.replace(base, **view)
+    return speculate(engine, drafter, count, prompt_lookup=prompt_lookup, view=view, dtype=dtype)
 
 
 def tokens(output):
@@ -47,9 +46,11 @@ def tokens(output):
 
 HOW = {
     "plain": {},
+    "greedy": {"temperature": 0.0},
     "filters": {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8},
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.5},
-    "bias": {"logit_bias": {5: 3.0, 17: -100.0}},
+    # In texts of four tokens much occurred before.
+    "bias": {"logit_bias": {**dict.fromkeys(range(20, 24), 100.0), 5: 3.0, 17: -100.0}},
     "min_tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(0, 250, 3)), "max_tokens": 24},
     "greedy penalties": {"repetition_penalty": 1.5, "temperature": 0.0},
     "greedy min_tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(0, 250, 3)), "temperature": 0.0},
@@ -71,9 +72,9 @@ def drawn(llm, prompt, vocabulary, length):
     return counts
 
 
-def chi_square(counts, probabilities):
-    """Pearson's statistic of counts against exact probabilities, over outcomes expected at least five times; the rest
-    is one outcome."""
+def deviations(counts, probabilities):
+    """How many standard deviations Pearson's statistic of counts against exact probabilities is above its mean: the
+    cube root of a chi-square is nearly normal (Wilson and Hilferty). Outcomes expected less than five times are one."""
     total = sum(counts.values())
     common = {outcome: p for outcome, p in probabilities.items() if p * total >= 5}
     rest = max(1e-9, 1 - sum(common.values())) * total
@@ -82,13 +83,7 @@ def chi_square(counts, probabilities):
     assert rest >= 5 or seen_rest <= 12
     if rest >= 5:
         statistic += (seen_rest - rest) ** 2 / rest
-    return statistic, len(common) - 1 + (rest >= 5)
-
-
-def deviations(counts, probabilities):
-    """How many standard deviations above its mean Pearson's statistic is: the cube root of a chi-square is nearly
-    normal (Wilson and Hilferty)."""
-    statistic, freedom = chi_square(counts, probabilities)
+    freedom = len(common) - 1 + (rest >= 5)
     assert freedom > 10
     return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
 
@@ -127,13 +122,6 @@ def check_identities(stats):
     active = block["active_slots"]
     assert 1 <= active["min"] <= active["average"] <= active["max"]
     assert set(block["definitions"]) <= set(block)
-
-
-def branch(engine, drafter, count=3, tree=8, adaptive=False):
-    engine.set_drafter(
-        drafter, count, False, adaptive_speculation=adaptive, specpv=False, speculative_tree_tokens=tree
-    )  # fmt: skip
-    return engine
 
 
 def watch_selections(llm, observe):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -43,10 +44,10 @@ SPECULATION = {
     "mlaforge_speculation_pending_tokens": ("provisional", "tokens that sparse-view steps accepted"),
     "mlaforge_speculation_kept_tokens": ("confirmed", "provisional tokens that a full step accepted"),
     "mlaforge_speculation_read_for_tokens": ("bytes_tokens", "tokens of the steps whose bytes the next counters count"),
-    "mlaforge_speculation_full_weight_bytes": ("full_weight_bytes", "bytes of weights that full steps read"),
-    "mlaforge_speculation_full_cache_bytes": ("full_cache_bytes", "bytes of the cache that full steps read"),
-    "mlaforge_speculation_partial_weight_bytes": ("sparse_weight_bytes", "weight bytes that sparse-view steps read"),
-    "mlaforge_speculation_partial_cache_bytes": ("sparse_cache_bytes", "cache bytes that sparse-view steps read"),
+    "mlaforge_speculation_full_weight_bytes": ("full_bytes.weights", "bytes of weights that full steps read"),
+    "mlaforge_speculation_full_cache_bytes": ("full_bytes.cache", "bytes of the cache that full steps read"),
+    "mlaforge_speculation_partial_weight_bytes": ("sparse_bytes.weights", "weight bytes that sparse-view steps read"),
+    "mlaforge_speculation_partial_cache_bytes": ("sparse_bytes.cache", "cache bytes that sparse-view steps read"),
     "mlaforge_speculation_draft_seconds": ("draft_seconds", "time of drafting"),
     "mlaforge_speculation_verify_seconds": ("verify_seconds", "time of forward passes and verification"),
     "mlaforge_speculation_step_seconds": ("seconds", "total time of the steps"),
@@ -72,7 +73,7 @@ class _Gauges:
             yield CounterMetricFamily(name, description, getattr(stats, field))
         if stats.speculation is not None:
             for name, (field, description) in SPECULATION.items():
-                yield CounterMetricFamily(name, description, getattr(stats.speculation, field))
+                yield CounterMetricFamily(name, description, attrgetter(field)(stats.speculation))
             positions = CounterMetricFamily(
                 "mlaforge_speculation_accepted_tokens_per_position",
                 "accepted by place in the draft",

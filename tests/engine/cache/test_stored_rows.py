@@ -22,7 +22,7 @@ from support.drafters import Branching, Knowing
 from support.eagle3_heads import saved
 from support.engine_driver import greedy, idle, random_prompts, renew, watched
 from support.paged_steps import need_interpreter
-from support.speculating import branch, speculate
+from support.speculating import speculate
 from support.tiny_models import load_original
 
 # Of both lengths of a window, and of blocks.
@@ -87,7 +87,7 @@ def test_result_does_not_depend_on_schedule(family, layout, stored, model):
         assert results(llm.generate(PROMPTS, ASKED)) == alone
     assert llm.engine.stats().speculation.accepted
     if not any(group.newest_unquantized for group in llm.engine.tables.groups):
-        branch(llm.engine, Branching(texts, 0.8), 6, tree=12)
+        speculate(llm.engine, Branching(texts, 0.8), 6, tree=12)
         assert results(llm.generate(PROMPTS[:1], ASKED)) == alone[:1]
         assert llm.engine.stats().speculation.tree_tokens
     idle(llm.engine)

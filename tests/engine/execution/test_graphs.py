@@ -28,7 +28,7 @@ from support.eagle3_heads import HEADS, saved
 from support.padded_steps import eager_and_padded
 from support.paged_steps import need_interpreter
 from support.simulated_cuda import FakeCapture
-from support.speculating import branch, speculate
+from support.speculating import speculate
 from support.tiny_models import save_packed
 
 CPU = torch.device("cpu")
@@ -235,7 +235,7 @@ def test_padded_tree_equals_the_tree(models, name, monkeypatch):
         return bucket.tree
 
     monkeypatch.setattr(engine, "runner", eager_and_padded(engine, compared, coded="coded" in name))
-    branch(engine, Branching([prompt + answers[str(i)] for i, prompt in enumerate(prompts)], 0.7), tree=6)
+    speculate(engine, Branching([prompt + answers[str(i)] for i, prompt in enumerate(prompts)], 0.7), tree=6)
     assert tokens(engine, prompts, 6) == answers
     assert padding and all(padding)
 

@@ -72,21 +72,21 @@ def test_sparse_view_steps_read_a_part(tiny_models):
     spec = engine.model.spec
     row = sum(2 * layer.num_kv_heads * layer.head_dim * 2 for layer in spec.layers)
     assert len(ran) == stats.sparse_steps > 2
-    assert stats.sparse_cache_bytes == row * sum(batch.sparse_views[0].counts[0] for batch in ran)
+    assert stats.sparse_bytes.cache == row * sum(batch.sparse_views[0].counts[0] for batch in ran)
     assert max(batch.sparse_views[0].counts[0] for batch in ran) < 16 + 32 + 32 + SMALL.max_provisional * 3
-    assert stats.sparse_weight_bytes * BITS["bfloat16"] == pytest.approx(
+    assert stats.sparse_bytes.weights * BITS["bfloat16"] == pytest.approx(
         len(ran) * engine.step_bytes([(1, 1, 1)]).weights * BITS["int8"]
     )
     # The prompt's own step, and full ones.
     assert (
         now.weight_bytes_read - before.weight_bytes_read
-        == stats.sparse_weight_bytes + (now.steps - before.steps) * engine.step_bytes([(1, 1, 1)]).weights
+        == stats.sparse_bytes.weights + (now.steps - before.steps) * engine.step_bytes([(1, 1, 1)]).weights
     )
-    assert stats.full_cache_bytes > stats.steps * row * len(prompt) and stats.bytes_tokens == 19
+    assert stats.full_bytes.cache > stats.steps * row * len(prompt) and stats.bytes_tokens == 19
     assert stats.block()["mean_pending_length"] == stats.provisional / stats.full_steps
     per_token = stats.block()["bytes_per_token"]
     assert per_token["partial"] == {
-        "weights": stats.sparse_weight_bytes / 19,
-        "cache": stats.sparse_cache_bytes / 19,
+        "weights": stats.sparse_bytes.weights / 19,
+        "cache": stats.sparse_bytes.cache / 19,
     }
-    assert per_token["full"]["cache"] == stats.full_cache_bytes / 19 and math.isfinite(per_token["full"]["weights"])
+    assert per_token["full"]["cache"] == stats.full_bytes.cache / 19 and math.isfinite(per_token["full"]["weights"])

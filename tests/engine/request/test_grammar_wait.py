@@ -14,7 +14,7 @@ from mlaforge.engine.sampling.params import SamplingParams
 from support.drafters import Branching, Knowing
 from support.eagle3_heads import check_drafts, recorded, saved
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
-from support.speculating import HOW, branch, check_identities, speculate
+from support.speculating import HOW, check_identities, speculate
 
 pytest.importorskip("llguidance")
 
@@ -88,7 +88,7 @@ def test_late_masks_change_no_token_with_drafts(llama, plain, late, name, tree):
     late.chance = 0.4
     for seed in range(4):
         if tree:
-            branch(llm.engine, Branching(texts, 0.8, seed=seed), 4, 16)
+            speculate(llm.engine, Branching(texts, 0.8, seed=seed), 4, 16)
         else:
             speculate(llm.engine, Knowing(texts, 0.8, seed=seed), 4)
         assert_same_outputs(expected, llm.generate([PROMPTS[1]], params))

@@ -1,6 +1,7 @@
 """Sampled tokens follow the target's distribution, whatever drafted them; a wrong q shows."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -35,22 +36,20 @@ def lie(drafter):
 
 # What prompt lookup copies: whichever of two tokens is sampled twice, each pair occurred before.
 RUNS = [[6, 9, *pair, 21, 20, 20, 21, before] for before, pair in enumerate(itertools.product((20, 21), repeat=2))]
-SOME = {0, 1, 2}
-LENGTHS = {
-    "head": {2},
-    "likely": SOME,
-    "likely, cut afterwards": SOME,
-    "block": {2},
-    "parallel": {2},
-    "likely block": {0, 1},
+# Kind of head; probability below which a path is not drafted; lengths of drafts where there is room for two.
+HEADS = {
+    "head": (eagle3_heads.saved, 0.0, {2}),
+    "likely": (eagle3_heads.saved, 0.5, {0, 1, 2}),
+    "likely, cut afterwards": (eagle3_heads.saved, 0.5, {0, 1, 2}),
+    "parallel": (functools.partial(eagle3_heads.saved, mask_token_id=5), 0.0, {2}),
+    "block": (block_heads.saved, 0.0, {2}),
+    "likely block": (block_heads.saved, 0.7, {0, 1}),
 }
-# Probability below which a path is not drafted.
-LEAST = {"likely": 0.5, "likely, cut afterwards": 0.5, "likely block": 0.7}
 
 
 @pytest.mark.parametrize(
     ("mode", "kind"),
-    [*(("chain", kind) for kind in ("sampled", "chosen", "lying", *LENGTHS)),
+    [*(("chain", kind) for kind in ("sampled", "chosen", "lying", *HEADS)),
      *(("sparse view", kind) for kind in ("sampled", "chosen", "lying", "copied"))],
 )  # fmt: skip
 def test_sampled_tokens_follow_the_targets_distribution(mode, kind, tiny_models, tmp_path):
@@ -61,9 +60,8 @@ def test_sampled_tokens_follow_the_targets_distribution(mode, kind, tiny_models,
     prompt = random_prompts(80)[0] if mode == "sparse view" else random_prompts(40, 40, seed=4)[1][:9]
     prompt += [*itertools.chain(*RUNS), 6, 9] * copied
     exact = outcomes(Oracle(directory), prompt, length, vocabulary, 2.0)
-    saved = block_heads.saved if "block" in kind else eagle3_heads.saved
-    masks = {"mask_token_id": 5} if kind == "parallel" else {}
-    head = {"speculative": str(saved(tmp_path / "head", tokens=[7, *vocabulary], **masks))} if kind in LENGTHS else {}
+    saved, least, lengths = HEADS.get(kind, (None, 0.0, set()))
+    head = {"speculative": str(saved(tmp_path / "head", tokens=[7, *vocabulary]))} if saved else {}
     llm = watched(directory, cache_bytes=16 << 20, **head)
     renew(llm.engine, 4000, 140, block_size=4, max_step=4096, max_num_seqs=300)
     drafter = llm.engine.speculation.drafter if head else (Chosen if kind == "chosen" else Drawing)(vocabulary, 260)
@@ -71,9 +69,8 @@ def test_sampled_tokens_follow_the_targets_distribution(mode, kind, tiny_models,
         speculate(llm.engine, drafter, 2)
     else:
         drafter = partly(llm.engine, drafter, 2, copied, dtype="model", base=NARROW).sparse_view
-    seen = recorded(drafter, LEAST.get(kind, 0.0)) if head else []
-    if head:
-        drafter.stops_early = kind != "likely, cut afterwards"
+    drafter.stops_early = kind != "likely, cut afterwards"
+    seen = recorded(drafter, least) if head else []
     if kind == "lying":
         lie(drafter)
     counts = drawn(llm, prompt, vocabulary, length)
@@ -81,7 +78,7 @@ def test_sampled_tokens_follow_the_targets_distribution(mode, kind, tiny_models,
     assert 0.1 < stats.accepted / stats.drafted < 0.97
     # The view leaves out enough to be wrong at times.
     assert (stats.sparse_steps > 600) == (mode == "sparse view")
-    assert {len(draft.token_ids) for _, count, draft in seen if draft and count == 2} == LENGTHS.get(kind, set())
+    assert {len(draft.token_ids) for _, count, draft in seen if draft and count == 2} == lengths
     check_identities(stats)
     assert deviations(counts, exact) > 5 if kind == "lying" else deviations(counts, exact) < 3.5
 

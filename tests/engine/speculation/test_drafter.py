@@ -1,12 +1,17 @@
-"""Drafts as chains and trees, and the measured acceptance of a drafter's tokens."""
+"""Drafts as chains and trees, the measured acceptance of a drafter's tokens, and the options of drafters."""
 
 import itertools
+import re
 
 import pytest
 import torch
 from hypothesis import given
 
+from mlaforge.engine.llm import LLM
 from mlaforge.engine.speculation.drafter import PRIOR, Acceptance, Draft, ancestry
+from mlaforge.runtime import UserError
+from support import block_heads, eagle3_heads
+from support.engine_driver import watched
 from support.forests import forests, path
 
 
@@ -46,3 +51,43 @@ def test_acceptance_is_the_share_by_position_after_an_accepted_one():
     for _ in range(8):
         acceptance.record(3, 0)
     assert acceptance.paths(1)[0] < 0.3
+
+
+EAGLE3, BLOCK = eagle3_heads.saved, block_heads.saved
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "words"),
+    [
+        ("none", {"specpv": True}, "specpv verifies drafted tokens; speculative must be ngram or a head"),
+        ("ngram", {"specpv": True, "specpv_dtype": "int8"},
+         "specpv_dtype = int8 is for bfloat16 models on a CPU; this one is"),
+        ("ngram", {"specpv": True, "kv_cache_dtype": "int4"},
+         "specpv reads tokens one by one, and kv_cache_dtype int4 packs"),
+        (EAGLE3, {"speculative_tree_tokens": 2},
+         "speculative_tree_tokens = 2 must be 0 (no trees) or at least num_speculative_tokens = 3"),
+        (EAGLE3, {"speculative_tree_tokens": 65}, "= 65"),
+        (BLOCK, {"speculative_tree_tokens": 8}, "drafts in one pass, and no trees"),
+        ("ngram", {"speculative_tree_tokens": 8}, "drafts no trees"),
+        ("none", {"speculative_tree_tokens": 8}, "needs a head"),
+        ("none", {"num_speculative_tokens": 9}, "num_speculative_tokens = 9 must be at least 1 and at most 8"),
+    ],
+)  # fmt: skip
+def test_refuses_contradicting_options(drafter, options, words, tiny_models, tmp_path):
+    drafter = str(drafter(tmp_path / "head")) if callable(drafter) else drafter
+    with pytest.raises(UserError, match=re.escape(words)):
+        LLM(tiny_models["llama"], device="cpu", speculative=drafter, **{"dtype": "float32", **options})
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "longest", "copied"),
+    [(EAGLE3, {}, 3, 8), (EAGLE3, {"num_speculative_tokens": 2}, 2, 2), (EAGLE3, {"adaptive_speculation": False}, 3, 0),
+     (BLOCK, {}, 4, 8), ("ngram", {}, 3, 8)],
+)  # fmt: skip
+def test_longest_drafts(drafter, options, longest, copied, tiny_models, tmp_path):
+    """Lookup goes before a head where speculation is adaptive."""
+    name = str(drafter(tmp_path / "head")) if callable(drafter) else drafter
+    speculation = watched(tiny_models["llama"], cache_bytes=4 << 20, speculative=name, **options).engine.speculation
+    policy = speculation.policy
+    assert (policy.max_tokens, policy.lookup is not None, policy.lookup_tokens) == (longest, copied > 0, copied)
+    assert policy.adaptive == (copied > 0) and (policy.lookup is speculation.drafter) == (name == "ngram")

@@ -1,17 +1,17 @@
 """Prompt lookup: what followed the newest tokens before, alone and ahead of what another drafter proposes."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlaforge.engine.speculation.drafter import Acceptance
 from mlaforge.engine.speculation.lookup import MAX_NGRAM, MIN_NGRAM, PromptLookupDrafter, _NgramIndex, proposals
-from mlaforge.runtime import UserError
 from support.drafters import Knowing
-from support.eagle3_heads import saved
 from support.engine_driver import greedy, idle, random_prompts, watched
-from support.speculating import check_identities, partly, speculate, tokens
+from support.speculating import SMALL, check_identities, partly, speculate, tokens
 
 
 class Text:
@@ -70,18 +70,6 @@ def test_equals_a_linear_search(start, turns):
     assert drafter.propose_confident(text, 0) is None
 
 
-def test_prefers_the_latest_occurrence_of_the_longest_match():
-    for token_ids, draft in (
-        ([1, 2, 3, 9, 1, 2], [3, 9, 1]),
-        ([1, 2, 3, 1, 2, 4, 0, 1, 2], [4, 0, 1]),
-        ([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], [3, 8, 1]),
-        # Beyond the end it repeats itself.
-        ([5, 6, 5, 6, 5], [6, 5, 6]),
-        ([1, 2, 3, 4], None),
-    ):
-        assert proposed(PromptLookupDrafter(), Text(token_ids), 3) == draft
-
-
 def test_goes_before_another_drafter_where_it_is_confident():
     class Asked(Knowing):
         def propose(self, budgets, min_probability):
@@ -109,31 +97,33 @@ def llm(tiny_models):
 
 
 @pytest.mark.parametrize("sparse_view", [False, True])
-def test_copies_and_drafts_are_counted_apart(sparse_view, llm):
+def test_copies_and_drafts_are_counted_apart(sparse_view, llm, monkeypatch):
     """In texts of four tokens much occurred before. Under a sparse view copies are provisional like any draft."""
     prompts = [[20 + token % 4 for token in prompt] for prompt in random_prompts(150, 140, 160)]
     how = greedy(30, logit_bias=dict.fromkeys(range(20, 24), 100.0), repetition_penalty=1.1, frequency_penalty=0.5)
     want = [tokens(output) for output in llm.generate(prompts, dataclasses.replace(how, speculate=False))]
     knowing = Knowing([prompt + own[0] for prompt, own in zip(prompts, want, strict=True)], 0.7)
-    if sparse_view:
-        partly(llm.engine, knowing, 4, prompt_lookup=True, window=8)
-    else:
-        speculate(llm.engine, knowing, 4, prompt_lookup=True)
+    view = dataclasses.replace(SMALL, window=8) if sparse_view else None
+    recorded, policy = Counter(), speculate(llm.engine, knowing, 4, prompt_lookup=True, view=view).policy
+    monkeypatch.setattr(Acceptance, "record", lambda self, budget, _: recorded.update({self: budget}))
     assert [tokens(output) for output in llm.generate(prompts, how)] == want
+    # The ends of texts are not recorded. Under a sparse view its own limit follows.
+    copied, own = recorded[policy.lookup.confident_acceptance], recorded[knowing.acceptance]
     stats = llm.engine.stats().speculation
     assert (stats.sparse_steps > 0) == sparse_view
     if not sparse_view:
-        assert 0 < stats.lookup_tokens < stats.drafted and stats.block()["copied_tokens"] == stats.lookup_tokens
+        assert 0 < copied <= stats.lookup_tokens < stats.drafted and 0 < own <= 4 * stats.steps
+        assert stats.block()["copied_tokens"] == stats.lookup_tokens
     check_identities(stats)
     idle(llm.engine)
 
 
 def test_indexes_a_token_once(llm, monkeypatch):
-    """However many full and sparse-view steps run: the index of provisional tokens extends the sequence's own."""
-    seen, extend = {True: 0, False: 0}, _NgramIndex.extend
+    """However many full and sparse-view steps run, and no provisional token."""
+    indexed, extend = [], _NgramIndex.extend
 
     def counted(self, token_ids):
-        seen[self._prefix is not None] += len(token_ids) - self._length
+        indexed.append(len(token_ids) - self._length)
         extend(self, token_ids)
 
     monkeypatch.setattr(_NgramIndex, "extend", counted)
@@ -141,22 +131,4 @@ def test_indexes_a_token_once(llm, monkeypatch):
     stats = partly(llm.engine, PromptLookupDrafter()).stats
     outputs = llm.generate(prompts, greedy(24))
     assert stats.sparse_steps >= stats.full_steps >= 8
-    assert 0 < seen[False] <= sum(len(prompt) + len(tokens(o)[0]) for prompt, o in zip(prompts, outputs, strict=True))
-    assert 0 < seen[True] <= stats.provisional
-
-
-def test_options(tiny_models, tmp_path, refused):
-    """Lookup goes before a head where speculation is adaptive."""
-    head, llama = str(saved(tmp_path / "head")), tiny_models["llama"]
-    two, fixed = {"num_speculative_tokens": 2}, {"adaptive_speculation": False}
-    for options, copied in (({}, 8), (two, 2), (fixed, 0), ({"speculative": "ngram"}, 8)):
-        engine = watched(llama, cache_bytes=4 << 20, **{"speculative": head, **options}).engine
-        policy = engine.speculation.policy
-        assert (policy.lookup is not None, policy.lookup_tokens) == (copied > 0, copied)
-        assert policy.max_tokens == options.get("num_speculative_tokens", 3)
-        assert policy.adaptive == options.get("adaptive_speculation", True)
-    assert engine.speculation.drafter is policy.lookup and isinstance(policy.lookup, PromptLookupDrafter)
-    assert watched(llama).engine.stats().speculation is None
-    refused(("num_speculative_tokens = 9", "at most 8"), "generate", llama, "--num-speculative-tokens", 9)
-    with pytest.raises(UserError, match="num_speculative_tokens"):
-        watched(llama, speculative="ngram", num_speculative_tokens=9)
+    assert 0 < sum(indexed) <= sum(len(o.prompt_token_ids) + len(tokens(o)[0]) for o in outputs)

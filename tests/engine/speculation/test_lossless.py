@@ -7,6 +7,8 @@ can tell.
 """
 
 import dataclasses
+import functools
+import itertools
 import json
 import re
 import shutil
@@ -19,13 +21,14 @@ from hypothesis import strategies as st
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention
 from mlaforge.engine.sampling.params import SamplingParams
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
+from mlaforge.engine.speculation.sparse_view import SparseViewConfig
 from mlaforge.ops import native
 from mlaforge.runtime import UserError
 from support import block_heads, eagle3_heads
 from support.drafters import Branching, Knowing
 from support.engine_driver import Oracle, greedy, idle, random_prompts, renew, watched
 from support.plain_decoding import Plain, published, rows_in
-from support.speculating import CASES, HOW, NARROW, AnyLength, branch, check_identities, partly, speculate, tokens
+from support.speculating import CASES, HOW, NARROW, AnyLength, check_identities, speculate, tokens
 
 # In any schedule
 
@@ -146,30 +149,13 @@ def test_any_schedule_gives_the_tokens_of_plain_decoding(
 # What is drafted, and when
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_every_number_of_drafted_tokens_with_a_perfect_drafter(batch, loaded):
-    """All tokens are accepted, in as few steps as there can be."""
-    llm, plain = loaded
-    engine = llm.engine
-    renew(engine, 40, 60, block_size=16, max_step=128)
-    prompts = [BASES[number % 2][number : number + 20] for number in range(batch)]
-    texts = [plain.continuation(prompt) for prompt in prompts]
-    for count in range(1, 9):
-        speculate(engine, Knowing([p + text for p, text in zip(prompts, texts, strict=True)]), count)
-        got = [tokens(output)[0] for output in llm.generate(prompts, greedy(NEW))]
-        for prompt, own in zip(prompts, got, strict=True):
-            plain.check(prompt, own)
-        stats = engine.stats().speculation
-        if got == texts:
-            assert stats.accepted == stats.drafted
-            assert stats.engine_steps == -(-(NEW - 1) // (count + 1))
-        check_identities(stats)
-    idle(engine)
+def llm_of(model):
+    return watched(model, dtype="bfloat16", cache_bytes=16 << 20, max_num_seqs=8, max_model_len=400)
 
 
 @pytest.fixture(scope="module")
 def llama(tiny_models):
-    return watched(tiny_models["llama"], dtype="bfloat16", cache_bytes=16 << 20, max_num_seqs=8, max_model_len=400)
+    return llm_of(tiny_models["llama"])
 
 
 def test_drafts_preempt_and_delay_no_other_sequence(llama):
@@ -216,34 +202,46 @@ def test_request_can_disable_speculation(llama):
 # Sampling parameters, and the ends of texts
 
 WHOLE = AnyLength(retrieval=0, window=400, full_every=2, max_provisional=9)
+# A view that leaves out most of a text; sparse layers, which read 40 tokens (tests/engine/conftest.py), select it.
+PART = AnyLength(sink=1, retrieval=8, window=16, full_every=3, max_provisional=8)
+SPARSE = [("llama", "gqa"), ("llama", "latent"), ("llama", "latent_rope"), ("llama", "coded"), ("gpt_oss", "gqa"),
+          ("gpt_oss", "latent"), ("qwen3", "latent"), ("llama", "latent", 2)]  # fmt: skip
+rows_alike = pytest.mark.skipif(not native.is_available(), reason="torch's products depend on the number of rows")
 
 
 def drafts_by(engine, mode, texts, right=1.0, count=8, seed=0, view=WHOLE):
-    drafter = Branching(texts, right, seed=seed)
-    if mode == "sparse view":
-        partly(engine, drafter, count, dtype="model", base=view)
-    else:
-        engine.set_drafter(
-            PromptLookupDrafter() if mode == "lookup" else drafter, count, mode == "lookup", specpv=False,
-            adaptive_speculation=mode == "lookup", speculative_tree_tokens=16 if mode == "tree" else 0,
-        )  # fmt: skip
+    drafter = PromptLookupDrafter() if mode == "lookup" else Branching(texts, right, seed=seed)
+    return speculate(
+        engine, drafter, count, tree=16 if mode == "tree" else 0, prompt_lookup=mode == "lookup",
+        view=view if mode == "sparse view" else None,
+    ).stats  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOW)
-def test_seeded_tokens_equal_plain_decoding(name, llama):
-    """Text, end and log probabilities too, in each mode, with drafts that were not sampled. Under sparse views sampled
-    tokens take other random numbers, of which each is among those that the request allows."""
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*((name, None) for name in HOW),
+     *(pytest.param(name, layout, marks=rows_alike) for layout in SPARSE for name in ("greedy", "filters", "bias"))],
+    ids=str,
+)  # fmt: skip
+def test_seeded_tokens_equal_plain_decoding(name, layout, llama, sparse):
+    """Text, end and log probabilities too, in each mode, with drafts that were not sampled, alone and in batches. Under
+    sparse views sampled tokens take other random numbers, of which each is among those that the request allows. Every
+    query token of a sparse model has the selection that it has when it is decoded alone."""
     if name in ("json", "regex"):
         pytest.importorskip("llguidance")
+    if layout:
+        family, kind, *share = layout
+        llama = llm_of(sparse(family, kind, **({"share": share[0]} if share else {})))
     options = {"temperature": 1.0, "seed": 3, "max_tokens": 20, "ignore_eos": True, "logprobs": 2, "n": 2, **HOW[name]}
-    params, prompts = SamplingParams(**options), [prompt * 3 for prompt in random_prompts(15, 20)]
+    # One grows past the tokens that sparse layers read while its answer is generated.
+    params, prompts = SamplingParams(**options), [prompt * 3 for prompt in random_prompts(11, 20, 60)]
     renew(llama.engine, 60, 400, block_size=16, max_step=64, max_num_seqs=8)
     plain = {n: llama.generate(prompts, dataclasses.replace(params, n=n, speculate=False)) for n in (1, 2)}
     texts = [o.prompt_token_ids + own for o in plain[2] for own in tokens(o)]
     cover = (("chain", 1, 0.5), ("chain", 3, 1.0), ("chain", 8, 0.5), ("lookup", 5, 1.0), ("tree", 4, 0.8),
-             ("sparse view", 3, 0.5))  # fmt: skip
+             ("tree", 8, 0.8), ("sparse view", 3, 0.5))  # fmt: skip
     for mode, count, right in cover:
-        drafts_by(llama.engine, mode, texts, right, count, count, NARROW)
+        stats = drafts_by(llama.engine, mode, texts, right, count, count, PART)
         n = 1 if mode == "tree" else 2
         how = dataclasses.replace(params, n=n)
         # A tree is for a sequence that runs alone.
@@ -251,8 +249,7 @@ def test_seeded_tokens_equal_plain_decoding(name, llama):
         made = [output for group in groups for output in llama.generate(group, how)]
         if mode != "sparse view" or params.greedy:
             assert [output.outputs for output in made] == [output.outputs for output in plain[n]], mode
-        stats = llama.engine.stats().speculation
-        assert stats.accepted > 0 or mode in ("lookup", "sparse view")
+        assert stats.accepted > 0 or (mode in ("lookup", "sparse view") and name != "bias")
         assert (stats.tree_tokens > 0, stats.sparse_steps > 0) == (mode == "tree", mode == "sparse view")
         check_identities(stats)
         for completion in (completion for output in made for completion in output.outputs):
@@ -273,81 +270,52 @@ def test_text_ends_within_an_accepted_draft(mode, llama):
     renew(engine, 60, 400, block_size=16, max_step=64)
     text = tokens(llama.generate([prompt], greedy(20, speculate=False))[0])[0]
     for at in range(1, 12, 1 if mode == "chain" else 3):
-        drafts_by(engine, mode, [prompt + text], seed=at)
+        stats = drafts_by(engine, mode, [prompt + text], seed=at)
         stop = llama.tokenizer.decode(text[at - 1 : at + 1])
         for params in (greedy(at), greedy(20, stop_token_ids=(text[at],)), greedy(20, stop=(stop,)), greedy(30)):
             (want,) = llama.generate([prompt], dataclasses.replace(params, speculate=False))
             (got,) = llama.generate([prompt], params)
             assert got.outputs == want.outputs
+            if mode == "chain" and params.max_tokens == at:
+                # As few steps as there can be, and no token is drafted that cannot be used.
+                assert (stats.engine_steps, stats.accepted) == (-(-(at - 1) // 9), stats.drafted)
             idle(engine)
-        assert engine.stats().speculation.accepted > 0
-
-
-# Sparse models
-
-# Layers read 40 tokens, of which the newest 12 always (tests/engine/conftest.py).
-SPARSE = [("llama", "gqa"), ("llama", "latent"), ("llama", "latent_rope"), ("llama", "coded"), ("gpt_oss", "gqa"),
-           ("gpt_oss", "latent"), ("qwen3", "latent"), ("llama", "latent", 2)]  # fmt: skip
-
-
-def answers(llm, prompts, **options):
-    """Token ids, and the log probabilities of each with those of the likeliest tokens."""
-    how = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 2, **options})
-    completions = [output.outputs[0] for output in llm.generate(prompts, how)]
-    return [c.token_ids for c in completions], [[(x.logprob, x.top) for x in c.logprobs] for c in completions]
-
-
-@pytest.mark.skipif(not native.is_available(), reason="torch's products depend on the number of rows")
-@pytest.mark.parametrize("layout", SPARSE, ids=str)
-def test_sparse_models_past_topk(layout, sparse):
-    """Every query token of a step has the selection that it has when it is decoded alone (fp32:
-    tests/engine/test_sparse.py). Alone and in batches, with drafts of which a part is rejected, greedy and seeded."""
-    family, kind, *share = layout
-    model, prompts = sparse(family, kind, **({"share": share[0]} if share else {})), random_prompts(150, 33, 230)
-    # One prompt grows past topk while its answer is generated.
-    llm = watched(model, dtype="bfloat16", cache_bytes=16 << 20, max_num_batched_tokens=64, max_num_seqs=8)
-    engine = llm.engine
-    for how in ({"temperature": 0.9, "seed": 3, "top_k": 50}, {}):
-        plain = answers(llm, prompts, speculate=False, **how)
-        texts = [prompt + text for prompt, text in zip(prompts, plain[0], strict=True)]
-        for count in (1, 3, 8):
-            speculate(engine, Knowing(texts, 0.8, seed=count), count)
-            assert answers(llm, prompts, **how) == plain, count
-            assert engine.stats().speculation.accepted > 4
-        for depth, nodes in ((3, 12), (8, 24)):
-            branch(engine, Branching(texts, 0.8, seed=nodes), depth, nodes)
-            for prompt, *expected in zip(prompts, *plain, strict=True):
-                assert answers(llm, [prompt], **how) == tuple([own] for own in expected), (depth, nodes)
-            assert 0 < engine.stats().speculation.accepted < engine.stats().speculation.tree_tokens
-    stats = partly(engine, Knowing(texts, 0.8), dtype="model", sink=1, window=16, max_provisional=8).stats
-    assert answers(llm, prompts) == plain and stats.sparse_steps > 4 and stats.provisional > 8
-    # In texts of four tokens much occurred before.
-    few = {"logit_bias": dict.fromkeys(range(20, 24), 100.0)}
-    plain = answers(llm, prompts, speculate=False, **few)
-    speculate(engine, PromptLookupDrafter(), 8, prompt_lookup=True)
-    assert answers(llm, prompts, **few) == plain and engine.stats().speculation.drafted > 8
-    idle(engine)
+        assert stats.accepted > 0
 
 
 # Contexts of 8K
 
 LONG, SOME = 8192, 16
-LONG_CASES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent")]
+FAMILIES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent")]
+HEADS = {
+    "eagle3": eagle3_heads.saved,
+    "parallel": functools.partial(eagle3_heads.saved, mask_token_id=5),
+    "block": block_heads.saved,
+}
+# Drafter, lengths of prompts, drafted tokens; `tree`: one prompt alone, with trees of so many tokens; `spare`: blocks
+# besides those of the longest text, so that some prompts are preempted and computed again.
+CONTEXTS = {
+    "8K": ("known text", (LONG - SOME,), (1, 2, 4, 8), {}),
+    "8K, trees": ("known text", (LONG - SOME,), (3, 8), {"tree": 24}),
+    "8K, sparse view": ("known text", (LONG - SOME,), (3,), {"view": SparseViewConfig(retrieval=256)}),
+    "four": ("known text", (5000, 9, 1000, 2500), (2, 8), {"spare": 12}),
+    **{kind: (kind, (130, 9, 60, 90), (1, 3), {"spare": 12}) for kind in HEADS},
+    **{f"4K, {kind}": (kind, (4000, 130), (3, 8), {}) for kind in HEADS},
+    "4K, eagle3, trees": ("eagle3", (4000,), (3, 6), {"tree": 12}),
+}
 
 
 @pytest.fixture(scope="module")
 def lengthened(tiny_models, converted, tmp_path_factory):
     """(family, layout) -> a tiny model whose context is as long as it takes, and transformers as its oracle."""
-    made = {}
 
+    @functools.cache
     def get(family, layout):
-        if (family, layout) not in made:
-            source = converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
-            directory = shutil.copytree(source, tmp_path_factory.mktemp("long") / "model")
-            config = json.loads((directory / "config.json").read_text())
-            (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LONG + 64}))
-            made[family, layout] = directory, Oracle(directory)
-        return made[family, layout]
+        source = converted(family, layout, budget=0.75, layers="all") if layout else tiny_models[family]
+        directory = shutil.copytree(source, tmp_path_factory.mktemp("long") / "model")
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LONG + 64}))
+        return directory, Oracle(directory)
 
     return get
 
@@ -370,81 +338,45 @@ def check(oracle, llm, prompts, expected, outputs):
         assert bool((gaps <= 2 * noise).all()), (gaps, noise)
 
 
-def lossless(directory, oracle, dtype, lengths, counts, tree=0, spare=None, **options):
-    """All of it on one engine; the first run computes the prompts, the others find them. `tree`: one prompt alone, with
-    trees of so many tokens. `spare`: blocks besides those of the longest text."""
-    prompts = random_prompts(*lengths, seed=len(lengths))
+@pytest.mark.parametrize(
+    ("context", "family", "dtype"),
+    [
+        pytest.param(
+            *case, marks=() if case[0] in HEADS or case == ("8K", FAMILIES[0], "float32") else pytest.mark.slow
+        )
+        for case in itertools.product(CONTEXTS, FAMILIES, ("float32", "bfloat16"))
+    ],
+    ids=str,
+)
+def test_long_contexts(context, family, dtype, lengthened, tmp_path):
+    """All drafted tokens on one engine; the first run computes the prompts, the others find them, and the head's rows
+    with them."""
+    kind, lengths, counts, how = CONTEXTS[context]
+    tree, view, spare, options = how.get("tree", 0), how.get("view"), how.get("spare"), {}
+    if kind in HEADS:
+        head = HEADS[kind](tmp_path / "head", sliding_window=9, layer={"max_position_embeddings": LONG + 64})
+        options = {"speculative": str(head)}
+    (directory, oracle), prompts = lengthened(*family), random_prompts(*lengths, seed=len(lengths))
     llm = watched(directory, dtype=dtype, cache_bytes=64 << 20, max_num_seqs=4, **options)
     engine, head = llm.engine, llm.engine.speculation and llm.engine.speculation.drafter
     expected = [tokens(output)[0] for output in llm.generate(prompts, greedy(SOME, speculate=False))]
     if spare is not None:
         renew(engine, spare, max(lengths) + SOME, block_size=16, max_step=256)
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    # Windows hold so little that there is room for all, and leave nothing out.
+    full = any(group.window is None for group in engine.tables.groups)
     for count in counts:
         knowing = Branching(texts, 0.8, seed=count)
-        for drafter in [head] if head else [knowing] if tree else [knowing, PromptLookupDrafter()]:
-            branch(engine, drafter, count, tree)
+        for drafter in [head] if head else [knowing] if tree or view else [knowing, PromptLookupDrafter()]:
+            speculate(engine, drafter, count, tree, view=view)
             outputs = llm.generate(prompts, greedy(SOME))
             check(oracle, llm, prompts, expected, outputs)
             stats = engine.stats().speculation
             assert stats.drafted or isinstance(drafter, PromptLookupDrafter)
-            assert (stats.tree_tokens > 0) == (tree > 0)
+            assert (stats.tree_tokens > 0, stats.sparse_steps > 0) == (tree > 0, view is not None and full)
             check_identities(stats)
-    # Windows hold so little that there is room for all.
-    full = any(group.window is None for group in engine.tables.groups)
-    assert spare is None or engine.stats().preemptions > 0 or not full
+    if spare is None:
+        assert all(o.num_cached_tokens > len(prompt) - 32 for o, prompt in zip(outputs, prompts, strict=True))
+    else:
+        assert engine.stats().preemptions > 0 or not full
     idle(engine)
-    return outputs
-
-
-def test_a_context_of_8k(lengthened):
-    """Its prompt is found when it comes again."""
-    (output,) = lossless(*lengthened("llama", None), "float32", (LONG - SOME,), (1, 8))
-    assert output.num_cached_tokens > LONG - SOME - 32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", LONG_CASES, ids=str)
-@pytest.mark.parametrize(
-    ("lengths", "counts", "tree", "spare"),
-    [
-        ((LONG - SOME,), (1, 2, 4, 8), 0, None),
-        ((LONG - SOME,), (3, 8), 24, None),
-        ((5000, 9, 1000, 2500), (2, 8), 0, 12),
-    ],
-    ids=["alone", "tree", "four"],
-)
-def test_long_contexts(lengths, counts, tree, spare, family, dtype, lengthened):
-    """Of four prompts some are preempted, and computed again."""
-    lossless(*lengthened(*family), dtype, lengths, counts, tree, spare)
-
-
-HEADS = {"eagle3": (eagle3_heads, {}), "parallel": (eagle3_heads, {"mask_token_id": 5}), "block": (block_heads, {})}
-
-
-def save(kind, folder, **fields):
-    heads, more = HEADS[kind]
-    return heads.saved(folder / "head", **more, **fields)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", LONG_CASES, ids=str)
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_head_in_batches(kind, family, dtype, lengthened, tmp_path):
-    """Its rows are found with the prompts'; some prompts are preempted."""
-    options = {"speculative": str(save(kind, tmp_path, sliding_window=9))}
-    lossless(*lengthened(*family), dtype, (130, 9, 60, 90), (1, 3), spare=12, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", LONG_CASES, ids=str)
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_head_in_long_contexts(kind, family, dtype, lengthened, tmp_path):
-    """A head with a window, whose rows are found with the prompt's."""
-    folder = save(kind, tmp_path, sliding_window=64, layer={"max_position_embeddings": LONG + 64})
-    options = {"speculative": str(folder), "adaptive_speculation": False}
-    lossless(*lengthened(*family), dtype, (4000, 130), (3, 8), **options)
-    if kind == "eagle3":
-        lossless(*lengthened(*family), dtype, (4000,), (3, 6), tree=12, **options)

@@ -1,32 +1,30 @@
 """Sparse-view verification: what a view holds and reads, when it is made, and which drafts come of it."""
 
 import dataclasses
-import heapq
-import inspect
 import json
 import shutil
-import statistics
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import mlaforge
 from mlaforge.engine import builder
 from mlaforge.engine.cache.device_tables import DeviceTables
 from mlaforge.engine.execution.attention_probe import AttentionProbe
 from mlaforge.engine.execution.batch import Chunk, make_batch
-from mlaforge.engine.llm import LLM
-from mlaforge.engine.speculation import sparse_view
 from mlaforge.engine.speculation.drafter import Draft
-from mlaforge.engine.speculation.sparse_view import FIRST_PROVISIONAL, REFRESH_EVERY, RetrievedTokens
+from mlaforge.engine.speculation.sparse_view import (
+    FIRST_PROVISIONAL,
+    REFRESH_EVERY,
+    ProvisionalText,
+    RetrievedTokens,
+    SparseViewConfig,
+)
 from mlaforge.ops.native import kernels
-from mlaforge.runtime import UserError
 from support.drafters import Knowing
 from support.eagle3_heads import recorded, saved
 from support.engine_driver import greedy, idle, random_prompts, watched
-from support.host_reads import host_reads
+from support.host_reads import reads_of
 from support.speculating import CASES, SMALL, AnyLength, check_identities, partly, watch_selections
 from support.tiny_models import load_original
 
@@ -94,8 +92,8 @@ def test_reads_nothing_outside_the_view(model):
     random = np.random.default_rng(0)
     some = random.permuted(np.tile(np.arange(16, 250), (view.num_layers, 1)), axis=1)[:, :32]
     chosen = [np.concatenate((np.arange(16), np.sort(own))) for own in some]
-    view.retrieved[sequence.number] = RetrievedTokens(chosen, sequence.computed - SMALL.window)
-    views = view._build_views([sequence], [(chunk.stop, 0)])
+    view.retrieved[sequence] = RetrievedTokens(chosen, sequence.computed - SMALL.window)
+    views = view._build_views([ProvisionalText(sequence, 0)])
     before = engine.runner(view._batch([chunk], views)).clone()
     groups = [layer.attention.group for layer in engine.model.layers]
     full = [layer for layer, group in enumerate(groups) if engine.tables.groups[group].window is None]
@@ -155,50 +153,39 @@ def test_retrieves_the_tokens_with_most_attention_mass(family, dtype, tiny_model
 
 
 # Sparse layers read 40 tokens (conftest.py); views hold the newest 32 beside what was selected before them.
-SPARSE_VIEW = {"retrieval": 40, "sink": 1, "window": 32, "full_every": 3, "max_provisional": 8}
-
-
-@pytest.mark.parametrize("name", [("llama", "gqa"), ("gpt_oss", "gqa"), ("llama", "latent", 2)], ids=str)
-def test_view_holds_the_index_selection(name, sparse):
-    """For the prompt's last token too, whose step reads all; and the newest tokens once. In chunks or not."""
-    family, layout, *share = name
-    model, (prompt,) = sparse(family, layout, **({"share": share[0]} if share else {})), random_prompts(300)
+@pytest.mark.parametrize(
+    ("family", "layout", "options", "topk"),
+    [("llama", "gqa", {}, 40), ("gpt_oss", "gqa", {}, 40), ("llama", "latent", {"share": 2}, 40),
+     ("llama", "gqa", {}, 48)],
+)  # fmt: skip
+def test_view_holds_the_index_selection(family, layout, options, topk, sparse, tmp_path):
+    """For the prompt's last token too, whose step reads all; and the newest tokens once. In chunks or not, and where
+    layers select different numbers of tokens."""
+    model, (prompt,) = shutil.copytree(sparse(family, layout, **options), tmp_path / "model"), random_prompts(300)
+    config = json.loads((model / "config.json").read_text())
+    if topk != 40:
+        config["index_topk_per_layer"] = [topk, *[24] * (len(config["indexer_types"]) - 1)]
+        (model / "config.json").write_text(json.dumps(config))
     for chunk in (16, 512):
         llm, selected = bf16(model, max_num_batched_tokens=chunk, max_num_seqs=4), []
         watch_selections(llm, lambda inputs, outputs, to=selected: to.append(outputs[1][0, : inputs[5][0]].tolist()))
-        view = partly(llm.engine, Knowing([]), **SPARSE_VIEW).sparse_view
+        # Not the option's, but the largest selection.
+        assert SparseViewConfig.from_options(llm.engine.config, llm.engine.model.layers).retrieval == topk
+        view = partly(llm.engine, Knowing([]), retrieval=topk, sink=1).sparse_view
         sequence, _ = decoding(llm, prompt)
         # Once in each layer that has an index.
         assert len(selected) == sum(rows.index is not None for rows in llm.engine.cache.rows)
-        retrieved, end = view.retrieved[sequence.number], len(prompt) + 4
+        retrieved, end = view.retrieved[sequence], len(prompt) + 4
         assert retrieved.stop == len(prompt) - 1 - 32 and len(retrieved.positions) == view.num_layers
+        assert (max(map(len, retrieved.positions)) > 24) and len(retrieved.positions[-1]) < topk
         for places in retrieved.positions:
             assert places.tolist() in [[place for place in own if place < retrieved.stop] for own in selected]
         llm.engine.tables.reserve(sequence.number, end)
-        views = view._build_views([sequence], [(len(prompt) + 1, 3)])
+        views = view._build_views([ProvisionalText(sequence, 3)])
         for places, places_SK, more in zip(retrieved.positions, views.positions_LSK, views.surplus, strict=True):
             assert places_SK[0, : end + more[0]].tolist() == [*places, *range(retrieved.stop, end)]
         llm.engine.abort("text")
         idle(llm.engine)
-
-
-def test_layers_may_have_different_topk(sparse, tmp_path):
-    """Layers that select different numbers of tokens have views of different lengths."""
-    copy = shutil.copytree(sparse("llama", "gqa"), tmp_path / "model")
-    config = json.loads((copy / "config.json").read_text())
-    budgets = [48, *[24] * (len(config["indexer_types"]) - 1)]
-    (copy / "config.json").write_text(json.dumps(config | {"index_topk_per_layer": budgets}))
-    llm, prompts = bf16(copy, speculative="ngram", specpv=True), random_prompts(300, 310)
-    # Not the option's, but the largest selection.
-    assert llm.engine.speculation.sparse_view.view.retrieval == 48
-    texts = texts_of(llm, prompts, speculate=False)
-    speculation = partly(llm.engine, Knowing(texts, 0.9), **{**SPARSE_VIEW, "retrieval": 48})
-    assert texts_of(llm, prompts) == texts
-    assert speculation.stats.sparse_steps > 2
-    (first, *others) = next(iter(speculation.sparse_view.retrieved.values())).positions
-    # The newest twelve of a selection stand among the newest 32 of a view.
-    assert 24 < len(first) <= 48 and all(2 < len(own) <= 24 for own in others)
-    idle(llm.engine)
 
 
 # When a view is made, and how far it goes
@@ -223,7 +210,7 @@ def test_retrieval_is_refreshed_after_some_tokens(tiny_models):
     view = partly(llm.engine, Knowing([])).sparse_view
     sequence, _ = decoding(llm, prompt)
     # Since the prompt was read.
-    assert sequence.number in view.retrieved and sequence.computed == len(prompt)
+    assert sequence in view.retrieved and sequence.computed == len(prompt)
     assert view.probe([(sequence, len(prompt) + 1)]) is None
     sequence.token_ids += [0] * REFRESH_EVERY
     # Not before the text is computed to its end.
@@ -234,6 +221,11 @@ def test_retrieval_is_refreshed_after_some_tokens(tiny_models):
     probe.layers.extend([torch.rand(len(prompt) + REFRESH_EVERY + 1)] for _ in range(view.num_layers))
     view.retrieve()
     assert view.probe(ends) is None
+    # The first tokens, and those with the largest attention mass up to the window before the newest token.
+    stop = ends[0][1] - 1 - SMALL.window
+    for positions, (mass,) in zip(view.retrieved[sequence].positions, probe.layers, strict=True):
+        likeliest = mass[SMALL.sink : stop].argsort(descending=True)[: SMALL.retrieval] + SMALL.sink
+        assert positions.tolist() == [*range(SMALL.sink), *sorted(likeliest.tolist())]
 
 
 @pytest.mark.parametrize("full_every", [1, 3])
@@ -264,23 +256,10 @@ def test_host_reads_a_sparse_view_step_once(tiny_models, tmp_path, monkeypatch):
     """For its argmax tokens; a probed full step once for all layers; building a view never."""
     monkeypatch.setattr(builder, "BlockTables", DeviceTables)
     llm = bf16(tiny_models["llama"], speculative=str(saved(tmp_path / "head")))
-    view, seen = partly(llm.engine, llm.engine.speculation.drafter).sparse_view, {}
+    view = partly(llm.engine, llm.engine.speculation.drafter).sparse_view
     # What the model and the head read is not theirs.
-    methods = [(view, "runner"), (view.drafter, "observe"), *((view, n) for n in ("_step", "_build_views", "retrieve"))]
-    with host_reads() as reads:
-
-        def count_reads(former, calls):
-            def counted(*inputs):
-                before = len(reads)
-                returned = former(*inputs)
-                calls.append(reads[before:])
-                del reads[before:]
-                return returned
-
-            return counted
-
-        for owner, name in methods:
-            monkeypatch.setattr(owner, name, count_reads(getattr(owner, name), seen.setdefault(name, [])))
+    others = [(view, "runner"), (view.drafter, "propose"), (view.drafter, "observe")]
+    with reads_of(*others, *((view, name) for name in ("_step", "_build_views", "retrieve"))) as seen:
         llm.generate(random_prompts(300, 250), greedy(NEW))
     retrieved = [names for names in seen["retrieve"] if names]
     assert len(seen["_step"]) > 3 and len(seen["_build_views"]) > 1 and len(retrieved) > 1
@@ -302,80 +281,3 @@ def test_quantized_weights_verify_provisional_tokens(layout, tiny_models, conver
         assert (verifier is llm.engine.model) == (verifier.format == "bfloat16")
         assert texts_of(llm, prompts) == texts and speculation.stats.sparse_steps > 2
     idle(llm.engine)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"speculative": "none"}, "specpv verifies drafted tokens; speculative must be ngram or a head"),
-        (
-            {"specpv_dtype": "int8", "dtype": "float32"},
-            "specpv_dtype = int8 is for bfloat16 models on a CPU; this one is",
-        ),
-        ({"kv_cache_dtype": "int4"}, "specpv reads tokens one by one, and kv_cache_dtype int4 packs"),
-    ],
-)
-def test_refuses_contradicting_options(options, words, tiny_models):
-    with pytest.raises(UserError, match=words):
-        LLM(tiny_models["llama"], **{"device": "cpu", "specpv": True, "speculative": "ngram", **options})
-
-
-# A real model
-
-
-def anywhere(masses, sink, tail, count):
-    """As many tokens as ops/attention_mass.top_tokens returns, whichever."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.stack([sink + torch.randperm(tail - sink, generator=generator)[:count].sort().values for _ in masses])
-
-
-@pytest.mark.slow
-def test_top_tokens_confirm_more_than_random_ones(smollm2, monkeypatch):
-    """More of the tokens that the target accepts under the view are right; the text is plain decoding's either way.
-    The drafter is always right, so that the view alone decides."""
-    llm, prompts, shares = bf16(smollm2, cache_bytes=256 << 20), [], []
-    for module in (heapq, statistics):
-        ids = llm.tokenizer(inspect.getsource(module))["input_ids"][:2000]
-        text = "Summarize this text in your own words:\n\n" + llm.tokenizer.decode(ids)
-        prompts.append(llm.chat_prompt([{"role": "user", "content": text}]))
-    plain = llm.generate(prompts, greedy(64))
-    texts = [prompt + output.outputs[0].token_ids for prompt, output in zip(prompts, plain, strict=True)]
-    small = {"sink": 4, "retrieval": 256, "window": 16, "full_every": 4, "max_provisional": 8}
-    for chooses in (sparse_view.top_tokens, anywhere):
-        monkeypatch.setattr(sparse_view, "top_tokens", chooses)
-        stats = partly(llm.engine, Knowing(texts), dtype="model", **small).stats
-        outputs = llm.generate(prompts, greedy(64))
-        assert [p + o.outputs[0].token_ids for p, o in zip(prompts, outputs, strict=True)] == texts
-        assert stats.provisional > 64
-        shares.append(stats.confirmed / stats.provisional)
-    print(f"confirmed: top_tokens {shares[0]:.2f}, random {shares[1]:.2f}")
-    assert shares[1] < shares[0] - 0.1, shares
-    idle(llm.engine)
-
-
-@pytest.mark.slow
-def test_long_texts_equal_plain_decoding(smollm2):
-    """32 prompts of 4,096 to 8,000 tokens of source text, four together, with the head that comes with the package."""
-    head = Path(mlaforge.__file__).parent / "demo" / "heads" / "smollm2-135m-instruct-original"
-    llm = LLM(
-        smollm2, device="cpu", dtype="bfloat16", cache_bytes=2 << 30, max_num_seqs=4, speculative=str(head),
-        specpv=True, adaptive_speculation=False,
-    )  # fmt: skip
-    sources = sorted(Path(inspect.getfile(statistics)).parent.glob("*.py"))[:40]
-    ids = llm.tokenizer("".join(source.read_text(encoding="utf-8") for source in sources))["input_ids"]
-    prompts = [
-        [ids[start : start + length] for length in (4096, 5400, 6700, 8000)]
-        for start in range(0, len(ids) - 8000, (len(ids) - 8000) // 8 + 1)
-    ]
-    assert sum(map(len, prompts)) == 32
-    for four in prompts:
-        for prompt in four:
-            # Each finds what the shorter one has computed.
-            llm.generate([prompt], greedy(1, speculate=False))
-        plain, sparse = (
-            [output.outputs[0].token_ids for output in llm.generate(four, greedy(32, speculate=speculate))]
-            for speculate in (False, True)
-        )
-        assert sparse == plain
-    stats = llm.engine.stats().speculation
-    assert stats.sparse_steps > 32 and stats.confirmed / stats.provisional > 0.5

@@ -10,9 +10,6 @@ Legend: N rows, S sequences, K drafted tokens, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import operator
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Protocol
@@ -26,19 +23,10 @@ from mlaforge.engine.execution.block_head import MASK, PagedBlockHead
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.speculation.draft_sampling import sample_drafts
+from mlaforge.engine.speculation.draft_sampling import DraftToken, cut, read_drafts, sample_drafts
 from mlaforge.engine.speculation.drafter import Draft, Drafter
 from mlaforge.modeling.block_head import BlockHead
 from mlaforge.ops.paged_rows import PagedRows
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A filled place: its token, the head's highest probability there, and the distribution [V] it was sampled from."""
-
-    token_id: int
-    probability: float
-    q_V: Tensor | None
 
 
 class Watcher(Protocol):
@@ -107,27 +95,20 @@ class BlockDrafter(Drafter):
                 again = self._fill([sequences[i] for i in greedy], [blocks[i] for i in greedy], batch, True)
                 for i, places in zip(greedy, again, strict=True):
                     filled[i] = [old or new for old, new in zip(likely[i], places, strict=True)]
-        return [_draft(places, min_probability) for places in filled]
+        return [cut(places, min_probability) for places in filled]
 
     def _fill(
         self, sequences: Items[Sequence], blocks: list[list[int]], batch: Batch, probabilities: bool
-    ) -> list[list[Place]]:
+    ) -> list[list[DraftToken]]:
         """Run the head on blocks; return what stands at the places of each, with probabilities on demand, else 1."""
-        logits_NV = self.head(blocks, batch)
-        of_rows = [s for s, block in zip(sequences, blocks, strict=True) for _ in block[1:]]
-        token_ids_N, qs = sample_drafts(logits_NV, of_rows, self.target_ids, self.model.spec.vocab_size)
-        read = [token_ids_N.double()]
-        if probabilities:
-            read.append(logits_NV.float().softmax(-1).amax(-1).double())
-        # The host reads all at once, in fp64, which represents every token id exactly.
-        token_ids, *highest = torch.stack(read).tolist()
-        rows = zip(token_ids, highest[0] if highest else [1.0] * len(qs), qs, strict=True)
-        places = (Place(int(token), probability, q_V) for token, probability, q_V in rows)
-        filled = [list(itertools.islice(places, len(block) - 1)) for block in blocks]
+        rows = [s for s, block in zip(sequences, blocks, strict=True) for _ in block[1:]]
+        drafted = read_drafts([
+            sample_drafts(self.head(blocks, batch), rows, self.target_ids, self.model.spec.vocab_size, probabilities)
+        ])  # fmt: skip
         if self.watcher is not None:
-            for sequence, of_block in zip(sequences, filled, strict=True):
-                self.watcher.filled(sequence, [place.token_id for place in of_block])
-        return filled
+            for sequence in sequences:
+                self.watcher.filled(sequence, [place.token_id for place in drafted[sequence]])
+        return [drafted[sequence] for sequence in sequences]
 
     def record(self, sequence: Sequence, draft: Draft, budget: int, accepted: int) -> None:
         """As Drafter.record."""
@@ -136,17 +117,8 @@ class BlockDrafter(Drafter):
             self.watcher.verified(sequence, draft, accepted)
 
 
-def likeliest_places(places: list[Place], share: float) -> list[Place | None]:
+def likeliest_places(places: list[DraftToken], share: float) -> list[DraftToken | None]:
     """Return a share of the places, at least one, the likeliest, and None for the others."""
     count = max(1, round(share * len(places)))
     order = sorted(range(len(places)), key=lambda i: -places[i].probability)
     return [place if i in order[:count] else None for i, place in enumerate(places)]
-
-
-def _draft(places: list[Place], min_probability: float) -> Draft:
-    """Cut before the first place whose path is less likely than `min_probability`."""
-    paths = itertools.accumulate((place.probability for place in places), operator.mul)
-    # Probabilities fall along a path; NaN, where the head's logits are not finite, is below any.
-    places = places[: sum(path >= min_probability for path in paths)]
-    sampled = [place.q_V for place in places if place.q_V is not None]
-    return Draft([place.token_id for place in places], torch.stack(sampled) if sampled else None)

@@ -1,10 +1,13 @@
 """Draft tokens from the logits of a draft head: the likeliest for greedy requests, else sampled.
 
-Legend: R rows of logits, V draft vocabulary.
+Legend: R rows of logits, K drafted tokens of a sequence, V draft vocabulary or, of q, the target's.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import operator
 from collections.abc import Sequence as Items
 
 import torch
@@ -12,6 +15,33 @@ from torch import Tensor
 
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
+from mlaforge.engine.speculation.drafter import Draft
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftToken:
+    """A drafted token, the head's highest probability in its place, and the distribution [V] that it was sampled from;
+    None: it is the likeliest."""
+
+    token_id: int
+    probability: float
+    q_V: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRows:
+    """Drafted tokens on the device, each of the sequence beside it: target ids, int64 [R]; the head's highest
+    probabilities, fp64 [R], 1 where nobody asks for them; the distribution [V] of each token that was sampled."""
+
+    sequences: Items[Sequence]
+    token_ids_R: Tensor
+    probability_R: Tensor
+    qs: list[Tensor | None]
+
+
+def highest_probability(logits_RV: Tensor) -> Tensor:
+    """Return the probability of each row's likeliest token, fp64 [R]; NaN where logits are not finite."""
+    return logits_RV.float().softmax(-1).amax(-1).double()
 
 
 def sample_distribution(distribution_V: Tensor, generator: torch.Generator) -> Tensor:
@@ -21,10 +51,10 @@ def sample_distribution(distribution_V: Tensor, generator: torch.Generator) -> T
 
 
 def sample_drafts(
-    logits_RV: Tensor, sequences: Items[Sequence], target_ids: Tensor, vocabulary: int
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return a draft token for each row, of the sequence beside it, as target ids, int64 [R], and the distribution over
-    the target's vocabulary, of this size, of each that was sampled. target_ids: of the draft tokens, [V]."""
+    logits_RV: Tensor, sequences: Items[Sequence], target_ids: Tensor, vocabulary: int, probabilities: bool
+) -> DraftRows:
+    """Return a draft token for each row, of the sequence beside it, with probabilities or not. target_ids: of the
+    draft tokens, [V]. vocabulary: size of the target's."""
     tokens_R = likeliest(logits_RV)
     qs: list[Tensor | None] = [None] * len(sequences)
     for i, sequence in enumerate(sequences):
@@ -33,4 +63,27 @@ def sample_drafts(
             distribution_V = (logits_RV[i].float() / params.temperature).softmax(-1)
             tokens_R[i] = sample_distribution(distribution_V, sequence.state.generator)
             qs[i] = distribution_V.new_zeros(vocabulary).index_copy_(0, target_ids, distribution_V)
-    return target_ids[tokens_R], qs
+    ones_R = torch.ones(len(tokens_R), dtype=torch.float64, device=tokens_R.device)
+    return DraftRows(sequences, target_ids[tokens_R], highest_probability(logits_RV) if probabilities else ones_R, qs)
+
+
+def read_drafts(parts: Items[DraftRows]) -> dict[Sequence, list[DraftToken]]:
+    """Return the drafted tokens of each sequence in the order of its rows. The host waits for the device once."""
+    # In fp64, which represents every token id exactly.
+    token_ids_R = torch.cat([rows.token_ids_R for rows in parts]).double()
+    columns = torch.stack((token_ids_R, torch.cat([rows.probability_R for rows in parts]))).tolist()
+    drafted: dict[Sequence, list[DraftToken]] = {}
+    rows_of = itertools.chain.from_iterable(zip(rows.sequences, rows.qs, strict=True) for rows in parts)
+    for (sequence, q_V), token, probability in zip(rows_of, *columns, strict=True):
+        drafted.setdefault(sequence, []).append(DraftToken(int(token), probability, q_V))
+    return drafted
+
+
+def cut(tokens: Items[DraftToken], min_probability: float) -> Draft:
+    """Return the draft before the first token whose path, the product of the probabilities up to it, is less likely
+    than `min_probability`."""
+    paths = itertools.accumulate((token.probability for token in tokens), operator.mul)
+    # Probabilities fall along a path; NaN, where the head's logits are not finite, is below any.
+    tokens = tokens[: sum(path >= min_probability for path in paths)]
+    sampled = [token.q_V for token in tokens if token.q_V is not None]
+    return Draft([token.token_id for token in tokens], torch.stack(sampled) if sampled else None)

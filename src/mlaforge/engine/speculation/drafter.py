@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -91,30 +92,24 @@ class Acceptance:
     """Share of drafted tokens that are accepted, by position, given that the tokens before were accepted."""
 
     def __init__(self) -> None:
-        self._shares: list[float] = []
-        self._observations: list[int] = []
+        # By position: the share, and the measurements behind it.
+        self._shares: defaultdict[int, tuple[float, int]] = defaultdict(lambda: (PRIOR, PRIOR_DRAFTS))
 
     def paths(self, count: int) -> list[float]:
         """Probabilities that the first 1, 2, ..., `count` tokens of a draft are all accepted."""
-        self._extend(count)
-        return list(itertools.accumulate(self._shares[:count], operator.mul))
+        return list(itertools.accumulate((self._shares[position][0] for position in range(count)), operator.mul))
 
     def discount(self) -> None:
         """Move the shares half way back to the prior: another text begins."""
-        self._shares = [(share + PRIOR) / 2 for share in self._shares]
-        self._observations = [PRIOR_DRAFTS] * len(self._shares)
+        for position, (share, _) in self._shares.items():
+            self._shares[position] = (share + PRIOR) / 2, PRIOR_DRAFTS
 
     def record(self, budget: int, accepted: int) -> None:
         """Add a draft of at most `budget` tokens, the first `accepted` of which were accepted."""
-        self._extend(budget)
         for position in range(min(budget, accepted + 1)):
-            self._observations[position] += 1
-            weight = max(ACCEPTANCE_WEIGHT, 1 / self._observations[position])
-            self._shares[position] += weight * ((position < accepted) - self._shares[position])
-
-    def _extend(self, count: int) -> None:
-        self._shares += [PRIOR] * (count - len(self._shares))
-        self._observations += [PRIOR_DRAFTS] * (count - len(self._observations))
+            share, count = self._shares[position]
+            weight = max(ACCEPTANCE_WEIGHT, 1 / (count + 1))
+            self._shares[position] = share + weight * ((position < accepted) - share), count + 1
 
 
 class Drafter(abc.ABC):

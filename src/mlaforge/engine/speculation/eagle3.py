@@ -12,11 +12,12 @@ Legend: N rows, S sequences, C hidden size of the head, K drafted tokens, V voca
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections import abc
+import operator
 from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,13 @@ from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
-from mlaforge.engine.speculation.draft_sampling import sample_drafts
+from mlaforge.engine.speculation.draft_sampling import (
+    DraftRows,
+    cut,
+    highest_probability,
+    read_drafts,
+    sample_drafts,
+)
 from mlaforge.engine.speculation.drafter import Draft, Drafter, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Head
 from mlaforge.ops.paged_rows import PagedRows
@@ -41,63 +48,32 @@ BRANCHES = 8
 MakeBatch = Callable[[list[Chunk]], Batch]
 
 
-@dataclasses.dataclass
-class _Tree:
-    """Candidate tokens, parents first: target token ids, index of the parent, log probability of the path."""
+class _Node(NamedTuple):
+    """Candidate of a tree: its target token, the index of its parent (-1: the sequence's newest token), and the log
+    probability of its path."""
 
-    token_ids: list[int]
-    parents: list[int]
-    scores: list[float]
-
-    def grow(self, nodes: list[int], token_ids: list[list[int]], logprobs: list[list[float]]) -> range:
-        """Add children to each of `nodes` (-1: the sequence's newest token); return the indices of the new nodes."""
-        start = len(self.parents)
-        for node, children, values in zip(nodes, token_ids, logprobs, strict=True):
-            score = self.scores[node] if node >= 0 else 0.0
-            self.token_ids += children
-            self.parents += [node] * len(children)
-            self.scores += [score + value for value in values]
-        return range(start, len(self.parents))
-
-    def best(self, count: int) -> Draft:
-        """The `count` most probable candidates: a tree, because no child is more probable than its parent and the sort
-        keeps parents first."""
-        top = sorted(range(len(self.scores)), key=lambda node: -self.scores[node])[:count]
-        index = {node: i for i, node in enumerate(sorted(top))}
-        parents = [index[self.parents[node]] if self.parents[node] >= 0 else -1 for node in index]
-        tokens = [self.token_ids[node] for node in index]
-        return Draft(tokens, parents=None if parents == list(range(-1, len(parents) - 1)) else parents)
+    token_id: int
+    parent: int
+    score: float
 
 
-@dataclasses.dataclass(frozen=True)
-class _Depth:
-    """Drafted tokens at one depth of the chains, on the device: int64 [S]; the distribution [V] of each sampled token;
-    fp64 probabilities [S] of the paths up to here."""
+def _best(nodes: list[_Node], count: int) -> Draft:
+    """The `count` most probable candidates: a tree, because no child is more probable than its parent and the sort
+    keeps parents first."""
+    top = sorted(sorted(range(len(nodes)), key=lambda node: -nodes[node].score)[:count])
+    index = {-1: -1} | {node: i for i, node in enumerate(top)}
+    parents = [index[nodes[node].parent] for node in top]
+    chain = parents == list(range(-1, len(parents) - 1))
+    return Draft([nodes[node].token_id for node in top], parents=None if chain else parents)
 
-    sequences: list[Sequence]
-    token_ids_S: Tensor
-    qs: list[Tensor | None]
-    probability_S: Tensor
 
-
-def _drafts(chains: list[_Depth], min_probability: float) -> dict[Sequence, Draft]:
-    """Cut each chain before the first token whose path is less likely than `min_probability`.
-
-    The host reads all chains at once, in fp64, which represents every token id exactly."""
-    token_ids_n = torch.cat([depth.token_ids_S for depth in chains]).double()
-    token_ids, probabilities = torch.stack((token_ids_n, torch.cat([d.probability_S for d in chains]))).tolist()
-    tokens: dict[Sequence, list[int]] = {sequence: [] for sequence in chains[0].sequences}
-    qs: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in tokens}
-    rows = ((i, *row) for i, depth in enumerate(chains) for row in zip(depth.sequences, depth.qs, strict=True))
-    for (i, sequence, q_V), token, probability in zip(rows, token_ids, probabilities, strict=True):
-        # Probabilities fall along a path, so all tokens after the cut are skipped too; so are NaN.
-        if not probability >= min_probability:
-            continue
-        assert len(tokens[sequence]) == i
-        tokens[sequence].append(int(token))
-        if q_V is not None:
-            qs[sequence].append(q_V)
-    return {s: Draft(ids, torch.stack(qs[s]) if qs[s] else None) for s, ids in tokens.items()}
+def _draft_rows(
+    sequence: Sequence, start: int, stop: int, tree: list[list[int]] | None = None, generating: bool = False
+) -> Chunk:
+    """The head's rows of drafted tokens [start, stop) of a sequence."""
+    # Row i is computed from token i + 1.
+    first, end = sequence.computed + start, sequence.computed + stop
+    return Chunk(sequence.number, range(end), first, end, tree, generating)
 
 
 class EagleDrafter(Drafter):
@@ -130,7 +106,7 @@ class EagleDrafter(Drafter):
         self._outs: dict[int, tuple[int, Tensor]] = {}
 
     @torch.inference_mode()
-    def observe(self, starts: abc.Sequence[tuple[Sequence, int]], states_NS: Tensor) -> None:
+    def observe(self, starts: Items[tuple[Sequence, int]], states_NS: Tensor) -> None:
         """As Drafter.observe."""
         chunks = [Chunk(s.number, s.token_ids, start, s.computed) for s, start in starts]
         next_ids: list[int] = []
@@ -145,116 +121,86 @@ class EagleDrafter(Drafter):
             row += sequence.computed - start
             self._outs[sequence.number] = sequence.computed, out_NC[row - 1]
 
-    @torch.inference_mode()
-    def propose(self, budgets: abc.Sequence[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
-        """As Drafter.propose; None for a sequence without known states: a continuation in its first step. The
-        probability of a path is the product of the head's highest probability at each depth."""
-        known = [i for i, (s, _) in enumerate(budgets) if self._outs.get(s.number, (0,))[0] == s.computed]
-        drafts: list[Draft | None] = [None] * len(budgets)
-        if not known:
-            return drafts
-        draft = self._chains if self.head.mask_state is None else self._parallel
-        chains = _drafts(draft([budgets[i] for i in known], min_probability), min_probability)
-        for i in known:
-            drafts[i] = chains[budgets[i][0]]
-        return drafts
+    def _out(self, sequence: Sequence) -> Tensor | None:
+        """The layer's output [C] at the sequence's last row; None for a continuation in its first step."""
+        computed, out_C = self._outs.get(sequence.number, (None, None))
+        return out_C if computed == sequence.computed else None
 
-    def _chains(self, active: list[tuple[Sequence, int]], min_probability: float) -> list[_Depth]:
-        """Draft depth by depth, without waiting for the device unless `stops_early`."""
-        chains: list[_Depth] = []
-        out_SC = torch.stack([self._outs[sequence.number][1] for sequence, _ in active])
-        if self.graphs is not None and self._uniform(active):
-            replayed = self._replayed(self.graphs, active, out_SC, bool(min_probability))
-            if replayed is not None:
-                return replayed
-        probability_S = torch.ones(len(active), dtype=torch.float64, device=self.model.device)
-        vocabulary = self.model.spec.vocab_size
+    @torch.inference_mode()
+    def propose(self, budgets: Items[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
+        """As Drafter.propose; None for a continuation in its first step. The probability of a path is the product of
+        the head's highest probability at each depth."""
+        known = [(sequence, count) for sequence, count in budgets if self._out(sequence) is not None]
+        if not known:
+            return [None] * len(budgets)
+        outs_SC = torch.stack([self._outs[sequence.number][1] for sequence, _ in known])
+        draft = self._chains if self.head.mask_state is None else self._parallel
         with span("DRAFT", self.model.device):
-            for depth in range(max(count for _, count in active)):
-                if depth:
-                    keep = [i for i, (_, count) in enumerate(active) if count > depth]
-                    if self.stops_early and min_probability:
-                        probabilities = probability_S.tolist()
-                        keep = [i for i in keep if probabilities[i] >= min_probability]
-                    if not keep:
-                        break
-                    token_ids_S = chains[-1].token_ids_S
-                    if len(keep) < len(active):
-                        active, keep_S = [active[i] for i in keep], self._ids(keep)
-                        out_SC, probability_S = out_SC.index_select(0, keep_S), probability_S.index_select(0, keep_S)
-                        token_ids_S = token_ids_S.index_select(0, keep_S)
-                    out_SC = self._extend_chains(out_SC, token_ids_S, [sequence for sequence, _ in active], depth)
-                logits_SV = self.head.logits(out_SC)
-                if min_probability:
-                    # NaN where the head's logits are not finite.
-                    probability_S = probability_S * logits_SV.float().softmax(-1).amax(-1)
-                sequences = [sequence for sequence, _ in active]
-                chains.append(
-                    _Depth(sequences, *sample_drafts(logits_SV, sequences, self.target_ids, vocabulary), probability_S)
-                )
+            drafted = read_drafts(draft(known, outs_SC, min_probability))
+        return [cut(drafted[s], min_probability) if s in drafted else None for s, _ in budgets]
+
+    def _sample(self, logits_RV: Tensor, sequences: list[Sequence], probabilities: bool) -> DraftRows:
+        return sample_drafts(logits_RV, sequences, self.target_ids, self.model.spec.vocab_size, probabilities)
+
+    def _chains(self, active: list[tuple[Sequence, int]], out_SC: Tensor, min_probability: float) -> list[DraftRows]:
+        """Draft depth by depth, without waiting for the device unless `stops_early`."""
+        probabilities = bool(min_probability)
+        if (replayed := self._replayed(active, out_SC, probabilities)) is not None:
+            return replayed
+        chains = [self._sample(self.head.logits(out_SC), [sequence for sequence, _ in active], probabilities)]
+        paths = [1.0] * len(active)
+        for depth in range(1, max(count for _, count in active)):
+            keep = [i for i, (_, count) in enumerate(active) if count > depth]
+            if self.stops_early and probabilities:
+                paths = list(map(operator.mul, paths, chains[-1].probability_R.tolist()))
+                keep = [i for i in keep if paths[i] >= min_probability]
+            if not keep:
+                break
+            token_ids_S = chains[-1].token_ids_R
+            if len(keep) < len(active):
+                active, paths, keep_S = [active[i] for i in keep], [paths[i] for i in keep], self._ids(keep)
+                out_SC, token_ids_S = out_SC.index_select(0, keep_S), token_ids_S.index_select(0, keep_S)
+            sequences = [sequence for sequence, _ in active]
+            batch = self._make_batch([_draft_rows(sequence, depth - 1, depth) for sequence in sequences])
+            out_SC = self.head.next(out_SC, token_ids_S, batch)
+            chains.append(self._sample(self.head.logits(out_SC), sequences, probabilities))
         return chains
 
-    def _parallel(self, active: list[tuple[Sequence, int]], min_probability: float) -> list[_Depth]:
+    def _parallel(self, active: list[tuple[Sequence, int]], out_SC: Tensor, min_probability: float) -> list[DraftRows]:
         """As `_chains` for a head with masks: all tokens after the first from one pass."""
         assert self.head.mask_state is not None
-        outs, firsts, chunks = [self._outs[sequence.number][1] for sequence, _ in active], [], []
-        rows = len(active)
-        for sequence, count in active:
-            firsts.append(rows - 1)
-            stop = sequence.computed + count - 1
-            if count > 1:
-                chunks.append(Chunk(sequence.number, range(stop), sequence.computed, stop))
-            rows += count - 1
-        out_NC = torch.stack(outs)
-        with span("DRAFT", self.model.device):
-            if chunks:
-                N = rows - len(active)
-                ids_N = self._ids([self.head.config.mask_token_id or 0] * N)
-                masked_NC = self.head(self.head.mask_state.expand(N, -1), ids_N, self._make_batch(chunks))
-                out_NC = torch.cat((out_NC, masked_NC))
-            logits_NV, vocabulary = self.head.logits(out_NC), self.model.spec.vocab_size
-            probability_N = logits_NV.float().softmax(-1).amax(-1).double() if min_probability else None
-            chains: list[_Depth] = []
-            for depth in range(max(count for _, count in active)):
-                indices = [i for i, (_, count) in enumerate(active) if count > depth]
-                sequences = [active[i][0] for i in indices]
-                rows_S = self._ids([firsts[i] + depth if depth else i for i in indices])
-                drafted = sample_drafts(logits_NV.index_select(0, rows_S), sequences, self.target_ids, vocabulary)
-                path_S = torch.ones(len(indices), dtype=torch.float64, device=self.model.device)
-                if probability_N is not None:
-                    path_S = probability_N.index_select(0, rows_S)
-                    if chains:
-                        before = [chains[-1].sequences.index(sequence) for sequence in sequences]
-                        path_S = path_S * chains[-1].probability_S.index_select(0, self._ids(before))
-                chains.append(_Depth(sequences, *drafted, path_S))
-        return chains
-
-    def _uniform(self, active: list[tuple[Sequence, int]]) -> bool:
-        """Whether chains are greedy, of equal length and longer than a token, which takes no pass of the head."""
-        counts = {count for _, count in active}
-        return len(counts) == 1 and counts != {1} and all(s.request.params.greedy for s, _ in active)
+        masked = [sequence for sequence, count in active for _ in range(count - 1)]
+        if masked:
+            chunks = [_draft_rows(sequence, 0, count - 1) for sequence, count in active if count > 1]
+            ids_N = self._ids([self.head.config.mask_token_id or 0] * len(masked))
+            mask_NC = self.head.mask_state.expand(len(masked), -1)
+            out_SC = torch.cat((out_SC, self.head(mask_NC, ids_N, self._make_batch(chunks))))
+        rows = [*(sequence for sequence, _ in active), *masked]
+        return [self._sample(self.head.logits(out_SC), rows, bool(min_probability))]
 
     def _replayed(
-        self, graphs: DraftGraphs, active: list[tuple[Sequence, int]], out_SC: Tensor, probabilities: bool
-    ) -> list[_Depth] | None:
-        """As `_chains`, from a graph; None where the head cannot be captured."""
-        sequences, count = [sequence for sequence, _ in active], active[0][1]
-        chunks = []
-        for sequence in sequences:
-            stop = sequence.computed + count - 1
-            chunks.append(Chunk(sequence.number, range(stop), sequence.computed, stop, generating=True))
-        (view,) = self._make_batch(chunks).views
+        self, active: list[tuple[Sequence, int]], out_SC: Tensor, probabilities: bool
+    ) -> list[DraftRows] | None:
+        """As `_chains`, from a graph: greedy chains of equal length, longer than a token, which takes no pass of the
+        head. None for others, and where the head cannot be captured."""
+        sequences, counts = [sequence for sequence, _ in active], {count for _, count in active}
+        greedy = all(sequence.request.params.greedy for sequence in sequences)
+        if self.graphs is None or len(counts) > 1 or counts == {1} or not greedy:
+            return None
+        (count,) = counts
+        (view,) = self._make_batch([_draft_rows(s, 0, count - 1, generating=True) for s in sequences]).views
         if not self.head.attention.capturable(view):
             return None
-        with span("DRAFT", self.model.device):
-            token_ids_KS, probability_KS = graphs(out_SC, view, count, (probabilities, ops_choice()))
+        token_ids_KS, probability_KS = self.graphs(out_SC, view, count, (probabilities, ops_choice()))
         nothing: list[Tensor | None] = [None] * len(sequences)
-        rows = zip(token_ids_KS, probability_KS, strict=True)
-        return [_Depth(sequences, token_ids_S, nothing, probability_S) for token_ids_S, probability_S in rows]
+        return [
+            DraftRows(sequences, token_ids_S, probability_S, nothing)
+            for token_ids_S, probability_S in zip(token_ids_KS, probability_KS, strict=True)
+        ]
 
     def _drafted(self, chains: Chains, count: int, state: tuple[bool, str]) -> Tensor:
-        """Greedy chains from numbers on the device: token ids and, if the state says so, probabilities of their paths,
-        fp64 [2, K, S], which represents every token id exactly."""
+        """Greedy chains from numbers on the device: token ids and, if the state says so, the highest probability at
+        each, fp64 [2, K, S], which represents every token id exactly."""
         probabilities, _ = state
         out_SC, drafted = chains.out_SC, list[Tensor]()
         token_ids_S = torch.empty(0, dtype=torch.int64, device=out_SC.device)
@@ -264,7 +210,7 @@ class EagleDrafter(Drafter):
                 out_SC = self.head.next(out_SC, token_ids_S, chains.batch(token_ids_S, depth))
             logits_SV = self.head.logits(out_SC)
             if probabilities:
-                probability_S = probability_S * logits_SV.float().softmax(-1).amax(-1)
+                probability_S = highest_probability(logits_SV)
             token_ids_S = self.target_ids[likeliest(logits_SV)]
             drafted.append(torch.stack((token_ids_S.double(), probability_S)))
         return torch.stack(drafted, dim=1)
@@ -274,15 +220,13 @@ class EagleDrafter(Drafter):
         """Draft a tree of at most `tokens` tokens and `depth` levels, for which the cache has room: the candidates
         whose paths are most probable by the product of the head's probabilities (EAGLE-2, arXiv:2406.16858). On each
         level the most probable nodes get children, as many nodes as there is room for their rows."""
-        computed, out_SC = self._outs.get(sequence.number, (0, None))
-        if out_SC is None or computed != sequence.computed:
+        out_C = self._out(sequence)
+        if out_C is None:
             return None
         width = tokens if depth == 1 else max(1, min(BRANCHES, (tokens + 1) // (depth - 1)))
-        tree = _Tree([], [], [])
-        # Parents of the next level's candidates: tree nodes, and the head's rows that predict their children.
-        nodes, out_SC, rows = [-1], out_SC[None], [-1]
-        # For each of the head's rows the row of its parent.
-        parents: list[int] = []
+        nodes: list[_Node] = []
+        # Parents of the next level, with their rows; all nodes that have a row of the head, in its order.
+        parents, out_SC, extended = [-1], out_C[None], list[int]()
         with span("DRAFT", self.model.device):
             for level in range(depth):
                 logits_SV = self.head.logits(out_SC).float() / (sequence.request.params.temperature or 1.0)
@@ -292,33 +236,21 @@ class EagleDrafter(Drafter):
                 if any(map(math.isnan, itertools.chain(*logprobs))):
                     # The head has overflowed: its probabilities mean nothing.
                     break
-                new = tree.grow(nodes, [[int(token) for token in row] for row in token_ids], logprobs)
-                if level + 1 < depth:
-                    chosen = sorted(new, key=lambda node: -tree.scores[node])[:width]
-                    # Index of each chosen node's parent among the rows just computed.
-                    parent_rows = [nodes.index(tree.parents[node]) for node in chosen]
-                    parents += [rows[i] for i in parent_rows]
-                    out_SC = out_SC.index_select(0, self._ids(parent_rows))
-                    out_SC = self._extend_tree(sequence, out_SC, [tree.token_ids[node] for node in chosen], parents)
-                    nodes, rows = chosen, list(range(len(parents) - len(chosen), len(parents)))
-        return tree.best(tokens) if tree.token_ids else None
-
-    def _extend_tree(self, sequence: Sequence, out_SC: Tensor, token_ids: list[int], parents: list[int]) -> Tensor:
-        """Layer output at the tree's newest nodes `token_ids`, from the outputs `out_SC` at their parents. `parents`:
-        parent of each of the head's rows beyond the sequence's tokens, the new nodes' last."""
-        stop = sequence.computed + len(parents)
-        tree = ancestry(parents)[-len(token_ids) :]
-        chunk = Chunk(sequence.number, range(stop), stop - len(token_ids), stop, tree)
-        return self.head.next(out_SC, self._ids(token_ids), self._make_batch([chunk]))
-
-    def _extend_chains(self, out_SC: Tensor, token_ids_S: Tensor, sequences: list[Sequence], depth: int) -> Tensor:
-        """Layer output at the newest of `depth` drafted tokens of each sequence."""
-        chunks = []
-        for sequence in sequences:
-            # Row i is computed from token i + 1.
-            position = sequence.computed + depth - 1
-            chunks.append(Chunk(sequence.number, range(position + 1), position, position + 1))
-        return self.head.next(out_SC, token_ids_S, self._make_batch(chunks))
+                new = len(nodes)
+                for parent, ids, values in zip(parents, token_ids, logprobs, strict=True):
+                    path = nodes[parent].score if parent >= 0 else 0.0
+                    nodes += [_Node(int(token), parent, path + value) for token, value in zip(ids, values, strict=True)]
+                if level + 1 == depth:
+                    break
+                chosen = sorted(range(new, len(nodes)), key=lambda node: -nodes[node].score)[:width]
+                out_SC = out_SC.index_select(0, self._ids([parents.index(nodes[node].parent) for node in chosen]))
+                extended += chosen
+                row_of = {-1: -1} | {node: row for row, node in enumerate(extended)}
+                mask = ancestry([row_of[nodes[node].parent] for node in extended])[-len(chosen) :]
+                chunk = _draft_rows(sequence, len(extended) - len(chosen), len(extended), mask)
+                ids_S = self._ids([nodes[node].token_id for node in chosen])
+                parents, out_SC = chosen, self.head.next(out_SC, ids_S, self._make_batch([chunk]))
+        return _best(nodes, tokens) if nodes else None
 
     def stages(self, states_NS: Tensor, next_ids: list[int], chunk: Chunk) -> dict[str, Tensor]:
         """Intermediate outputs for one text under the names of drafting/parity.py; `chunk` is its room in the cache."""

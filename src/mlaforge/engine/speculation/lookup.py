@@ -7,6 +7,7 @@ draft head guesses (docs/notes/speculation.md).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Sequence as Items
 
@@ -35,19 +36,15 @@ class PromptLookupDrafter(Drafter):
         return None if draft is None else dataclasses.replace(draft, copied=True)
 
     def _draft(self, sequence: Sequence, count: int, least: int) -> Draft | None:
-        match = self._index(sequence).find(sequence.token_ids)
-        if match is None or match[1] < least:
+        # Of a provisional copy its original is indexed: what it appends may be rejected.
+        known = sequence.original or sequence
+        index = self._indices.setdefault(known, _NgramIndex())
+        index.extend(known.token_ids)
+        start = index.find(sequence.token_ids, least)
+        if start is None:
             return None
-        return Draft(_continuation(sequence.token_ids, match[0], count))
-
-    def _index(self, sequence: Sequence) -> _NgramIndex:
-        """Index of all tokens of the sequence. Amortised O(1) per token, provisional copies of a sequence included."""
-        index = self._indices.get(sequence)
-        if index is None:
-            index = _NgramIndex(None if sequence.original is None else self._index(sequence.original))
-            self._indices[sequence] = index
-        index.extend(sequence.token_ids)
-        return index
+        # Past the end of the text the continuation repeats itself.
+        return Draft(list(itertools.islice(itertools.cycle(sequence.token_ids[start:]), count)))
 
 
 def proposals(
@@ -57,9 +54,8 @@ def proposals(
     """Draft by prompt lookup, up to `lookup_tokens`, where it is confident, else by `drafter`. budgets: (sequence,
     tokens for which there is room, tokens for `drafter`)."""
     drafts: dict[Sequence, Draft | None] = {}
-    for sequence, room, _ in budgets if lookup else ():
-        assert lookup is not None
-        drafts[sequence] = lookup.propose_confident(sequence, min(room, lookup_tokens))
+    if lookup is not None:
+        drafts = {s: lookup.propose_confident(s, min(room, lookup_tokens)) for s, room, _ in budgets}
     rest = [(s, min(room, count)) for s, room, count in budgets if not drafts.get(s) and min(room, count)]
     if rest:
         drafts |= zip((s for s, _ in rest), drafter.propose(rest, min_probability), strict=True)
@@ -67,39 +63,27 @@ def proposals(
 
 
 class _NgramIndex:
-    """Maps each n-gram to the position after its last occurrence that has a successor.
+    """Maps each n-gram of a text to the position after its last occurrence that has a successor. Amortised O(1) per
+    token."""
 
-    `prefix`: index of the sequence that this one continues provisionally; it is read, never written, because the
-    continuation may be rejected."""
-
-    def __init__(self, prefix: _NgramIndex | None = None) -> None:
-        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(MIN_NGRAM, MAX_NGRAM + 1)]
-        self._prefix = prefix
-        self._length: int = 0 if prefix is None else prefix._length
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._length = 1
 
     def extend(self, token_ids: list[int]) -> None:
-        for end in range(max(1, self._length), len(token_ids)):
-            for n, ends in enumerate(self._ends, start=MIN_NGRAM):
-                if end >= n:
-                    ends[tuple(token_ids[end - n : end])] = end
+        for end in range(self._length, len(token_ids)):
+            for n in range(MIN_NGRAM, min(MAX_NGRAM, end) + 1):
+                self._ends[tuple(token_ids[end - n : end])] = end
         self._length = len(token_ids)
 
-    def find(self, token_ids: list[int]) -> tuple[int, int] | None:
-        """Position after the last earlier occurrence of the longest suffix of `token_ids`, and that suffix's length."""
-        for n in range(MAX_NGRAM, MIN_NGRAM - 1, -1):
-            ngram = tuple(token_ids[-n:])
-            index: _NgramIndex | None = self
-            while index is not None:
-                # Occurrences in the continuation come after those in the prefix.
-                if (end := index._ends[n - MIN_NGRAM].get(ngram)) is not None:
-                    return end, n
-                index = index._prefix
+    def find(self, token_ids: list[int], least: int) -> int | None:
+        """Position after the last earlier occurrence of the longest suffix of `token_ids`, of `least` tokens or more.
+        `token_ids`: the text, or a continuation of it, whose few tokens are searched."""
+        for n in range(MAX_NGRAM, least - 1, -1):
+            suffix = token_ids[-n:]
+            for end in range(len(token_ids) - 1, max(n, self._length) - 1, -1):
+                if token_ids[end - n : end] == suffix:
+                    return end
+            if tuple(suffix) in self._ends:
+                return self._ends[tuple(suffix)]
         return None
-
-
-def _continuation(token_ids: list[int], start: int, count: int) -> list[int]:
-    """`count` tokens from position `start`; past the end of `token_ids` the continuation repeats itself."""
-    tokens: list[int] = []
-    for position in range(start, start + count):
-        tokens.append(token_ids[position] if position < len(token_ids) else tokens[position - len(token_ids)])
-    return tokens

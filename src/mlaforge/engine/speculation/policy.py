@@ -10,6 +10,8 @@ import dataclasses
 import math
 from collections.abc import Sequence as Items
 
+import numpy as np
+
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.speculation.drafter import Drafter
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter
@@ -48,13 +50,16 @@ class Decision:
     min_probability: float = 0.0
     lookup: int = 0
 
+    def room(self, sequence: Sequence) -> int:
+        """Most tokens of a draft by the drafter."""
+        return self.drafter.room(sequence, self.length) if self.drafter is not None and self.length else 0
+
     def tokens(self, sequence: Sequence) -> int:
         """Drafted tokens for which the cache reserves room."""
         if self.drafter is None or not sequence.request.params.speculate:
             return 0
-        room = self.drafter.room(sequence, self.length) if self.length else 0
         # One position remains for the target's own token.
-        return max(0, min(max(room, self.lookup), sequence.stopping.remaining_tokens - 1))
+        return max(0, min(max(self.room(sequence), self.lookup), sequence.stopping.remaining_tokens - 1))
 
 
 @dataclasses.dataclass
@@ -180,17 +185,11 @@ class Policy:
         return max(0.0, (seconds - self.step_seconds(active)) / count * tokens / seconds)
 
     def step_seconds(self, rows: int) -> float:
-        """Seconds of a decoding step of `rows` rows, interpolated between measurements."""
+        """Seconds of a decoding step of `rows` rows, interpolated between measurements; beyond them the nearest."""
         if rows in self._times_now:
             return self._times_now[rows][0]
-        below = max((r for r in self._times_now if r < rows), default=None)
-        above = min((r for r in self._times_now if r > rows), default=None)
-        if below is None or above is None:
-            nearest = above if below is None else below
-            assert nearest is not None, "no step has been timed"
-            return self._times_now[nearest][0]
-        share = (rows - below) / (above - below)
-        return (1 - share) * self._times_now[below][0] + share * self._times_now[above][0]
+        timed = sorted(self._times_now)
+        return float(np.interp(rows, timed, [self._times_now[count][0] for count in timed]))
 
     def record(self, decision: Decision, tokens: int, rows: int, seconds: float) -> None:
         """Add a step in which all sequences were decoding and generated `tokens` tokens. rows: of the target's pass,

@@ -18,7 +18,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections import abc
+import weakref
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -34,9 +35,10 @@ from mlaforge.engine.execution.model import EngineModel, Layer
 from mlaforge.engine.execution.runner import Runner
 from mlaforge.engine.execution.step_bytes import StepBytes, StepBytesModel
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.sampling.sampler import NO_TOKEN, Sampler, checked, likeliest, rejection_sampled
+from mlaforge.engine.sampling.sampler import Sampler
 from mlaforge.engine.speculation.drafter import Draft, Drafter
 from mlaforge.engine.speculation.lookup import PromptLookupDrafter, proposals
+from mlaforge.engine.speculation.verification import verify
 from mlaforge.ops import native
 from mlaforge.ops.attention_mass import top_tokens
 from mlaforge.runtime import UserError, on_device, uploaded
@@ -55,7 +57,7 @@ class SparseViewConfig:
     max_provisional: int = 16
 
     @classmethod
-    def from_options(cls, config: EngineConfig, layers: abc.Iterable[Layer] = ()) -> SparseViewConfig:
+    def from_options(cls, config: EngineConfig, layers: Iterable[Layer] = ()) -> SparseViewConfig:
         """For sparse `layers` `retrieval` is the number of tokens that they select, not the option's."""
         topk = [layer.attention.sparse.topk for layer in layers if layer.attention.sparse is not None]
         return cls(max(topk, default=config.specpv_retrieval))
@@ -98,7 +100,6 @@ def sparse_view_format(config: EngineConfig, model: EngineModel) -> str:
     return "int4" if quantizable and not experts and native.is_available() else model.format
 
 
-EMPTY_DRAFT = Draft([])
 # First and least limit of provisional tokens (at least 4: 17.1 ms per token instead of 17.0); tokens after which
 # retrieved ones are refreshed (16: 17.9 ms, 32: 17.6, within the noise).
 FIRST_PROVISIONAL, LEAST_PROVISIONAL, REFRESH_EVERY = 4, 2, 8
@@ -128,13 +129,11 @@ class SparseView(Drafter):
         # Cache group and number of the target's layers with full attention.
         full = [layer.attention.group for layer in model.layers if tables.groups[layer.attention.group].window is None]
         self.group, self.num_layers = (full[0] if full else None), len(full)
-        # By sequence number: tokens that the last full step retrieved; limit of provisional tokens.
-        self.retrieved: dict[int, RetrievedTokens] = {}
-        self.limits: dict[int, int] = {}
+        # Tokens that the last full step retrieved; limit of provisional tokens.
+        self.retrieved: weakref.WeakKeyDictionary[Sequence, RetrievedTokens] = weakref.WeakKeyDictionary()
+        self.limits: weakref.WeakKeyDictionary[Sequence, int] = weakref.WeakKeyDictionary()
         # The probe of the current step, with its sequences.
         self._probed: tuple[Items[tuple[Sequence, int]], AttentionProbe] | None = None
-        # Sequences whose logits in the newest proposal's sparse-view steps had NaN or infinity.
-        self.non_finite: set[int] = set()
 
     def covers(self, sequence: Sequence, computed: int) -> bool:
         """Whether sparse-view steps verify drafts for the sequence once `computed` of its tokens are in the cache."""
@@ -148,26 +147,23 @@ class SparseView(Drafter):
         """As Drafter.room: the limit of provisional tokens, no more than can be used: room is taken from others."""
         if not self.covers(sequence, sequence.computed):
             return length
-        return min(self.view.max_provisional, self.limits.get(sequence.number, FIRST_PROVISIONAL))
+        return min(self.view.max_provisional, self.limits.get(sequence, FIRST_PROVISIONAL))
 
     def record(self, sequence: Sequence, draft: Draft, budget: int, accepted: int) -> None:
         """As Drafter.record. The next limit of provisional tokens is twice as many if all were right, otherwise the
         number of right ones: acceptance varies along a text."""
         if draft.steps:
             complete = accepted == len(draft.token_ids)
-            self.limits[sequence.number] = 2 * accepted if complete else max(LEAST_PROVISIONAL, accepted)
+            self.limits[sequence] = 2 * accepted if complete else max(LEAST_PROVISIONAL, accepted)
         else:
             self.drafter.record(sequence, draft, budget, accepted)
 
-    def probe(self, ends: abc.Sequence[tuple[Sequence, int]]) -> AttentionProbe | None:
+    def probe(self, ends: Items[tuple[Sequence, int]]) -> AttentionProbe | None:
         """Attention probe for a full step that computes each (sequence, stop) up to position `stop`; None if no
         sequence retrieves.
 
         Probed are sequences whose newest token the step computes, ends of prompts included, so that a view, and what
         is sampled under it, does not depend on the prompt's chunks or prefix hits."""
-        numbers = {sequence.number for sequence, _ in ends}
-        self.retrieved = {number: tokens for number, tokens in self.retrieved.items() if number in numbers}
-        self.limits = {number: limit for number, limit in self.limits.items() if number in numbers}
         # A probe costs about a third of a step: tokens that were retrieved recently stay.
         probed = [
             i for i, (sequence, stop) in enumerate(ends)
@@ -179,7 +175,7 @@ class SparseView(Drafter):
 
     def _age(self, sequence: Sequence, computed: int) -> int:
         """Tokens since the last retrieval."""
-        tokens = self.retrieved.get(sequence.number)
+        tokens = self.retrieved.get(sequence)
         return REFRESH_EVERY if tokens is None else computed - self.view.window - tokens.stop
 
     def retrieve(self) -> None:
@@ -189,25 +185,24 @@ class SparseView(Drafter):
             return
         (ends, probe), self._probed = self._probed, None
         sink, window, count = self.view.sink, self.view.window, self.view.retrieval
-        first = np.arange(sink)
+        first, of_sequences = np.arange(sink), list(zip(*probe.layers, strict=True))
         # Drafted tokens may be rejected: the window starts before the newest certain token.
         stops = [max(sink, ends[i][1] - 1 - window) for i in probe.sequences]
         selected: list[Tensor] = []
-        for layers, stop in zip(zip(*probe.layers, strict=True), stops, strict=True):
+        for layers, stop in zip(of_sequences, stops, strict=True):
             attention_mass = [scores for scores in layers if scores.is_floating_point()]
             top = iter(top_tokens(attention_mass, sink, stop, count) if attention_mass else ())
             selected += [next(top) if scores.is_floating_point() else scores.long() for scores in layers]
         # The host waits once, for all layers of all sequences.
         on_host = iter(torch.cat(selected).cpu().split([len(positions) for positions in selected]))
-        for i, layers, stop in zip(probe.sequences, zip(*probe.layers, strict=True), stops, strict=True):
-            positions = []
-            for scores in layers:
-                chosen = next(on_host).numpy()
-                # A sparse layer's selection stands for the first tokens too.
-                positions.append(
-                    np.concatenate((first, chosen)) if scores.is_floating_point() else chosen[chosen < stop]
-                )
-            self.retrieved[ends[i][0].number] = RetrievedTokens(positions, stop)
+        for i, layers, stop in zip(probe.sequences, of_sequences, stops, strict=True):
+            chosen = [next(on_host).numpy() for _ in layers]
+            # A sparse layer's selection stands for the first tokens too.
+            positions = [
+                np.concatenate((first, layer)) if scores.is_floating_point() else layer[layer < stop]
+                for scores, layer in zip(layers, chosen, strict=True)
+            ]
+            self.retrieved[ends[i][0]] = RetrievedTokens(positions, stop)
 
     def propose(self, budgets: Items[tuple[Sequence, int]], min_probability: float) -> list[Draft | None]:
         """As Drafter.propose."""
@@ -221,121 +216,69 @@ class SparseView(Drafter):
     @torch.inference_mode()
     def _provisional_drafts(self, budgets: Items[tuple[Sequence, int]]) -> dict[Sequence, Draft | None]:
         """Run sparse-view steps until a full step is due."""
-        texts = [s.provisional_copy() for s, _ in budgets]
-        qs: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
-        starts = {text: len(text.token_ids) for text in texts}
-        rooms = {text: count for text, (_, count) in zip(texts, budgets, strict=True)}
-        self.non_finite.clear()
-        active, steps = texts, dict.fromkeys(texts, 0)
+        texts = [ProvisionalText(sequence.provisional_copy(), count) for sequence, count in budgets]
         views: SparseViews | None = None
         for _ in range(self.view.full_every):
-            remaining = {text: starts[text] + rooms[text] - len(text.token_ids) for text in active}
-            active = [text for text in active if remaining[text] > 0]
+            active = [text for text in texts if text.remaining and text.finite]
             if not active:
                 break
             if views is None or len(active) < len(views.texts):
-                views = self._build_views(active, [(starts[text], rooms[text]) for text in active])
-            room = [(text, remaining[text] - 1, self.max_tokens) for text in active]
-            self._step(active, proposals(self.drafter, self.lookup, room, self.lookup_tokens, 0.0), views, qs)
-            for text in active:
-                steps[text] += 1
-        return {
-            s: None if s.number in self.non_finite else Draft(
-                text.token_ids[starts[text] :], torch.stack(qs[text]) if qs[text] else None, steps=steps[text]
-            )
-            for (s, _), text in zip(budgets, texts, strict=True)
-        }  # fmt: skip
+                views = self._build_views(active)
+            self._step(active, views)
+        return {sequence: text.draft() for (sequence, _), text in zip(budgets, texts, strict=True)}
 
-    def _step(
-        self, texts: list[Sequence], drafts: dict[Sequence, Draft], views: SparseViews, qs: dict[Sequence, list[Tensor]]
-    ) -> None:
-        """One sparse-view step: append accepted tokens and the target's own to each text. `qs` receives the
-        distributions of sampled tokens."""
+    def _step(self, texts: list[ProvisionalText], views: SparseViews) -> None:
+        """One sparse-view step: append accepted tokens and the target's own to each text."""
+        sequences = [text.sequence for text in texts]
+        budgets = [(text.sequence, text.remaining - 1, self.max_tokens) for text in texts]
+        drafts = proposals(self.drafter, self.lookup, budgets, self.lookup_tokens, 0.0)
         chunks = []
-        for text in texts:
-            draft = drafts.get(text, EMPTY_DRAFT)
-            tokens = text.token_ids + draft.token_ids
-            chunks.append(Chunk(text.number, tokens, text.computed, len(tokens), None, True))
-        batch = self._batch(chunks, views)
-        hidden_states_NX = self.runner(batch)
+        for sequence in sequences:
+            tokens = sequence.token_ids + (drafts[sequence].token_ids if sequence in drafts else [])
+            chunks.append(Chunk(sequence.number, tokens, sequence.computed, len(tokens), None, True))
+        hidden_states_NX = self.runner(self._batch(chunks, views))
         seen = zip(chunks, map(max, zip(*views.surplus, strict=True)), strict=True)
         self.bytes_read += self.step_bytes((c.stop - c.start, c.stop, c.stop + surplus) for c, surplus in seen)
-        C = self.model.spec.hidden_size
-        starts = [(text, text.computed) for text in texts]
-        first_rows = dict(zip(texts, itertools.accumulate((c.stop - c.start for c in chunks), initial=0), strict=False))
-        accepted = self._accept(texts, drafts, first_rows, self.model.logits(hidden_states_NX[:, :C]), qs)
+        C, starts = self.model.spec.hidden_size, list[tuple[Sequence, int]]()
+        first_rows = list(itertools.accumulate((c.stop - c.start for c in chunks[:-1]), initial=0))
+        logits_NV, proposed = self.model.logits(hidden_states_NX[:, :C]), [drafts.get(s) for s in sequences]
+        verified = verify(self.sampler, logits_NV, sequences, proposed, first_rows)
         rows: list[int] = []
-        for text in texts:
-            text.computed = len(text.token_ids) - 1
-            rows += range(first_rows[text], first_rows[text] + 1 + accepted[text])
-        if self.drafter.boundaries:
-            self.drafter.observe(starts, hidden_states_NX[:, C:].index_select(0, self._indices(rows)))
+        for text, row, result in zip(texts, first_rows, verified, strict=True):
+            text.steps += 1
+            text.finite = not result.non_finite
+            text.qs += result.distributions
+            if count := len(result.completion.token_ids):
+                starts.append((text.sequence, text.sequence.computed))
+                rows += range(row, row + count)
+                text.sequence.computed += count
+        if starts and self.drafter.boundaries:
+            states_NS = hidden_states_NX[:, C:].index_select(0, on_device(rows, torch.int64, self.model.device))
+            self.drafter.observe(starts, states_NS)
 
-    def _accept(
-        self, texts: list[Sequence], drafts: dict[Sequence, Draft], first_rows: dict[Sequence, int], logits_NV: Tensor,
-        qs: dict[Sequence, list[Tensor]],
-    ) -> dict[Sequence, int]:  # fmt: skip
-        """Append accepted tokens and the target's own to each text; return the number of accepted tokens.
-
-        Row first_rows[text] follows the text, the rows after it follow its drafted tokens. The host waits once if no
-        text needs sampling, otherwise for each token of the longest draft."""
-        accepted = dict.fromkeys(texts, 0)
-        # Independent of the tokens before: all rows at once.
-        argmax = checked(likeliest(logits_NV), logits_NV).tolist() if all(t.state.plain for t in texts) else None
-        active = texts
-        while active:
-            rows = [first_rows[text] + accepted[text] for text in active]
-            if argmax is not None:
-                tokens = [argmax[row] for row in rows]
-            else:
-                states = [text.state for text in active]
-                logits_SV = logits_NV.index_select(0, self._indices(rows))
-                p_SV = self.sampler.probabilities(logits_SV, states)
-                proposed = [drafts.get(text, EMPTY_DRAFT).sampled(accepted[text]) for text in active]
-                tokens = checked(rejection_sampled(p_SV, states, proposed), logits_SV).tolist()
-                for text, p_V in zip(active, p_SV, strict=True):
-                    if not text.request.params.greedy:
-                        qs[text].append(p_V)
-            next_active = []
-            for text, token in zip(active, tokens, strict=True):
-                if token == NO_TOKEN:
-                    # A sparse-view step may overflow where a full one does not: the text gets no draft.
-                    self.non_finite.add(text.number)
-                    token = 0
-                text.token_ids.append(token)
-                text.state.append([token])
-                if drafts.get(text, EMPTY_DRAFT).child(accepted[text] - 1, token) is not None:
-                    accepted[text] += 1
-                    next_active.append(text)
-            active = next_active
-        return accepted
-
-    def _indices(self, rows: list[int]) -> Tensor:
-        return on_device(rows, torch.int64, self.model.device)
-
-    def _build_views(self, texts: list[Sequence], spans: list[tuple[int, int]]) -> SparseViews:
-        """Views of texts with (length, room for drafted tokens) `spans`; they stay valid while the texts grow."""
+    def _build_views(self, texts: list[ProvisionalText]) -> SparseViews:
+        """Views of texts, which stay valid while these grow."""
         sink, window, size, group = self.view.sink, self.view.window, self.tables.block_size, self.group
         assert group is not None
         positions: list[list[np.ndarray]] = []
-        for text, (length, room) in zip(texts, spans, strict=True):
+        for text in texts:
             # Tokens after an old retrieval would otherwise grow without bound.
-            near_start = max(sink, length - window - self.view.max_provisional - 2)
-            retrieved = self.retrieved.get(text.number)
+            near_start = max(sink, text.start - window - self.view.max_provisional - 2)
+            retrieved = self.retrieved.get(text.sequence.original or text.sequence)
             if retrieved is None:
                 retrieved = RetrievedTokens([np.arange(sink)] * self.num_layers, near_start)
-            near = np.arange(max(near_start, retrieved.stop), length + room)
+            near = np.arange(max(near_start, retrieved.stop), text.stop)
             positions.append([np.concatenate((layer, near)) for layer in retrieved.positions])
         counts_SL = np.array([[len(layer) for layer in layers] for layers in positions])
         K = -(-counts_SL.max() // SLOT_MULTIPLE) * SLOT_MULTIPLE
         slots_and_positions = np.zeros((2, self.num_layers, len(texts), K), dtype=np.int32)
         for s, (text, layers) in enumerate(zip(texts, positions, strict=True)):
-            blocks, at = np.asarray(self.tables.table(text.number, group)[1]), np.concatenate(layers)
+            blocks, at = np.asarray(self.tables.table(text.sequence.number, group)[1]), np.concatenate(layers)
             mask_LK = np.arange(K) < counts_SL[s, :, None]
             slots_and_positions[:, :, s][:, mask_LK] = blocks[at // size] * size + at % size, at
         slots_LSK, positions_LSK = uploaded(torch.from_numpy(slots_and_positions), self.model.device)
-        stops = [length + room for length, room in spans]
-        return SparseViews(texts, slots_LSK, positions_LSK, [tuple(layer) for layer in (counts_SL.T - stops).tolist()])
+        surplus_LS = counts_SL.T - [text.stop for text in texts]
+        return SparseViews(texts, slots_LSK, positions_LSK, [tuple(layer) for layer in surplus_LS.tolist()])
 
     def _batch(self, chunks: list[Chunk], views: SparseViews) -> Batch:
         """Batch of the chunks with a sparse view for each layer with full attention."""
@@ -358,12 +301,39 @@ class RetrievedTokens:
     stop: int
 
 
+@dataclasses.dataclass
+class ProvisionalText:
+    """A copy of a sequence, to which sparse-view steps append at most `room` tokens; `qs`: the distributions [V] that
+    they were sampled from; whether all logits were finite, which a sparse-view step's may not be where a full one's
+    are."""
+
+    sequence: Sequence
+    room: int
+    steps: int = 0
+    qs: list[Tensor] = dataclasses.field(default_factory=list)
+    finite: bool = True
+
+    def __post_init__(self) -> None:
+        self.start = len(self.sequence.token_ids)
+        self.stop = self.start + self.room
+
+    @property
+    def remaining(self) -> int:
+        """Tokens for which there is room."""
+        return self.stop - len(self.sequence.token_ids)
+
+    def draft(self) -> Draft | None:
+        """The provisional tokens; None where logits were not finite."""
+        token_ids = self.sequence.token_ids[self.start :]
+        return Draft(token_ids, torch.stack(self.qs) if self.qs else None, steps=self.steps) if self.finite else None
+
+
 @dataclasses.dataclass(frozen=True)
 class SparseViews:
     """Slots and positions, int32 [L, S, K], of each layer's view of each text. Of a text with n tokens layer l sees the
     first n + surplus[l][s] entries."""
 
-    texts: list[Sequence]
+    texts: list[ProvisionalText]
     slots_LSK: Tensor
     positions_LSK: Tensor
     surplus: list[tuple[int, ...]]

@@ -55,19 +55,17 @@ class Speculation:
         """Draft for the positions that were reserved beyond each sequence's tokens; chunks shrink to their drafts."""
         drafter = decision.drafter
         assert drafter is not None
-        budgets = [
-            (s, room, min(room, drafter.room(s, decision.length)) if decision.length else 0)
-            for s, stop in chunks if (room := stop - len(s.token_ids)) > 0
-        ]  # fmt: skip
+        rooms = [(sequence, stop - len(sequence.token_ids)) for sequence, stop in chunks]
+        budgets = [(s, room, min(room, decision.room(s))) for s, room in rooms if room > 0]
         proposed = proposals(drafter, self.policy.lookup, budgets, decision.lookup, decision.min_probability)
-        budget_of: dict[Sequence, int] = {}
-        for sequence, room, count in budgets:
-            if (draft := proposed.get(sequence)) is not None:
-                assert len(draft.token_ids) <= room
-                budget_of[sequence] = draft.depth if draft.parents or draft.copied else count
+        budget_of = {
+            s: draft.depth if draft.parents or draft.copied else count
+            for s, _, count in budgets if (draft := proposed.get(s)) is not None
+        }  # fmt: skip
         drafts = {sequence: draft for sequence, draft in proposed.items() if draft.token_ids}
-        lengths = {sequence: len(draft.token_ids) for sequence, draft in drafts.items()}
-        chunks = [(s, min(stop, len(s.token_ids) + lengths.get(s, 0))) for s, stop in chunks]
+        assert all(len(drafts[s].token_ids) <= room for s, room, _ in budgets if s in drafts)
+        lengths = {sequence: len(sequence.token_ids) + len(draft.token_ids) for sequence, draft in drafts.items()}
+        chunks = [(s, min(stop, lengths.get(s, len(s.token_ids)))) for s, stop in chunks]
         probe, sparse_bytes = None, StepBytes()
         if (view := self.sparse_view) is not None:
             if drafter is view or not view.applies([s for s, _ in chunks if s.decoding], alone=False):

@@ -48,10 +48,8 @@ class SpeculationStats:
     confirmed: int = 0
     full_steps: int = 0
     bytes_tokens: int = 0
-    full_weight_bytes: float = 0.0
-    full_cache_bytes: float = 0.0
-    sparse_weight_bytes: float = 0.0
-    sparse_cache_bytes: float = 0.0
+    full_bytes: StepBytes = dataclasses.field(default_factory=StepBytes)
+    sparse_bytes: StepBytes = dataclasses.field(default_factory=StepBytes)
     drafted_at: list[int] = dataclasses.field(default_factory=list)
     accepted_at: list[int] = dataclasses.field(default_factory=list)
     draft_seconds: float = 0.0
@@ -100,14 +98,12 @@ class SpeculationStats:
         }  # fmt: skip
 
     def _bytes_per_token(self) -> dict[str, Any]:
-        full, sparse = (
-            {"weights": _share(weights, self.bytes_tokens), "cache": _share(cache, self.bytes_tokens)}
-            for weights, cache in (
-                (self.full_weight_bytes, self.full_cache_bytes), (self.sparse_weight_bytes, self.sparse_cache_bytes),
-            )
-        )  # fmt: skip
-        whole = self.full_weight_bytes + self.full_cache_bytes + self.sparse_weight_bytes + self.sparse_cache_bytes
-        return {"full": full, "partial": sparse, "all": _share(whole, self.bytes_tokens)}
+        total = self.full_bytes + self.sparse_bytes
+        return {
+            "full": {key: _share(count, self.bytes_tokens) for key, count in vars(self.full_bytes).items()},
+            "partial": {key: _share(count, self.bytes_tokens) for key, count in vars(self.sparse_bytes).items()},
+            "all": _share(total.weights + total.cache, self.bytes_tokens),
+        }
 
     def count(self, draft: Draft, accepted: int, tokens: int) -> None:
         """Count the step of a sequence, with its draft, empty or not."""
@@ -131,10 +127,8 @@ class SpeculationStats:
     def count_bytes(self, tokens: int, full: StepBytes, sparse: StepBytes) -> None:
         """Count a full step and the sparse-view steps before it, in which all sequences were decoding."""
         self.bytes_tokens += tokens
-        self.full_weight_bytes += full.weights
-        self.full_cache_bytes += full.cache
-        self.sparse_weight_bytes += sparse.weights
-        self.sparse_cache_bytes += sparse.cache
+        self.full_bytes += full
+        self.sparse_bytes += sparse
 
     def count_engine_step(self, active: int, seconds: float, draft_seconds: float, verify_seconds: float) -> None:
         self.active_min = min(self.active_min, active) if self.engine_steps else active

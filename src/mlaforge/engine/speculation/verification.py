@@ -19,6 +19,7 @@ Legend: R rows of logits, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as Items
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from mlaforge.engine.request import grammar_wait
 from mlaforge.engine.request.output import Completion
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.logprobs import Logprobs, logprobs_of
-from mlaforge.engine.sampling.sampler import NO_TOKEN, Sampler, checked, likeliest
+from mlaforge.engine.sampling.sampler import NO_TOKEN, Sampler, checked, likeliest, rejection_sampled
 from mlaforge.engine.speculation.drafter import Draft
 from mlaforge.runtime import on_device
 
@@ -39,11 +40,13 @@ class Verified:
     completion      the new tokens
     accepted        indices of the accepted tokens in the draft
     non_finite      the logits after these tokens have NaN or infinity
+    distributions   of a provisional copy: the target's, [V], that its tokens were sampled from
     """
 
     completion: Completion
     accepted: list[int] = dataclasses.field(default_factory=list)
     non_finite: bool = False
+    distributions: list[Tensor] = dataclasses.field(default_factory=list)
 
 
 def verify(
@@ -55,20 +58,24 @@ def verify(
                  each of its drafted tokens
 
     A sequence gets fewer tokens where its text ends, its logits are not finite, or its grammar is not ready.
+    Provisional copies do not end; all sequences are, or none.
     """
-    sample = _TargetSampler(sampler, logits_RV, sequences, drafts)
     verified = [Verified(Completion(sequence.index, [], "", None)) for sequence in sequences]
+    sample = _TargetSampler(sampler, logits_RV, sequences, drafts)
     active, nodes = list(range(len(sequences))), [-1] * len(sequences)
     while active:
-        tokens, logprobs = sample(active, [first_rows[i] + 1 + nodes[i] for i in active], [nodes[i] for i in active])
+        sampled = sample(active, [first_rows[i] + 1 + nodes[i] for i in active], [nodes[i] for i in active])
         next_active = []
-        for i, token, logprob in zip(active, tokens, logprobs, strict=True):
+        for i, token, logprob, p_V in zip(active, *sampled, strict=True):
             sequence, completion, draft = sequences[i], verified[i].completion, drafts[i]
             if token == NO_TOKEN:
                 verified[i].non_finite = True
                 continue
-            text, _, completion.finish_reason, completion.stop_reason = sequence.stopping.append([token])
-            completion.text += text
+            if p_V is not None and not sequence.request.params.greedy:
+                verified[i].distributions.append(p_V)
+            if sequence.original is None:
+                text, _, completion.finish_reason, completion.stop_reason = sequence.stopping.append([token])
+                completion.text += text
             completion.token_ids.append(token)
             if logprob is not None:
                 completion.logprobs = [*(completion.logprobs or ()), logprob]
@@ -87,10 +94,12 @@ def verify(
 
 
 class _TargetSampler:
-    """Samples the target's token for rows of a step, with log probabilities where a request has them on."""
+    """Samples the target's token for rows of a step, with log probabilities where a request has them on, of provisional
+    copies with distributions."""
 
     def __init__(self, sampler: Sampler, logits_RV: Tensor, sequences: list[Sequence], drafts: list[Draft | None]):
         self.sampler, self.logits_RV, self.sequences, self.drafts = sampler, logits_RV, sequences, drafts
+        self.provisional = any(sequence.original is not None for sequence in sequences)
         self.argmax: list[int] | None = None
         if all(sequence.state.plain for sequence in sequences):
             # Independent of the tokens before: all rows at once, so the host waits once.
@@ -98,21 +107,24 @@ class _TargetSampler:
 
     def __call__(
         self, active: list[int], rows: list[int], nodes: list[int]
-    ) -> tuple[list[int], list[Logprobs | None]]:  # fmt: skip
-        """Tokens of the sequences with indices `active`, which have reached these rows and draft nodes."""
-        sequences = [self.sequences[i] for i in active]
+    ) -> tuple[list[int], Items[Logprobs | None], Items[Tensor | None]]:
+        """Tokens, log probabilities and distributions [V] of the sequences with indices `active`, which have reached
+        these rows and draft nodes."""
+        sequences, nothing = [self.sequences[i] for i in active], [None] * len(rows)
         if self.argmax is not None:
             tokens = [self.argmax[row] for row in rows]
             counts = [sequence.request.params.logprobs for sequence in sequences]
-            if all(count is None for count in counts):
-                return tokens, [None] * len(rows)
-            return tokens, logprobs_of(self._logits(rows), tokens, counts)
+            if self.provisional or all(count is None for count in counts):
+                return tokens, nothing, nothing
+            return tokens, logprobs_of(self._logits(rows), tokens, counts), nothing
+        states, logits_NV = [sequence.state for sequence in sequences], self._logits(rows)
         drafts = zip((self.drafts[i] for i in active), nodes, strict=True)
-        sampled = self.sampler(
-            self._logits(rows), [sequence.state for sequence in sequences],
-            [None if draft is None else draft.sampled(node + 1) for draft, node in drafts],
-        )  # fmt: skip
-        return sampled.token_ids.tolist(), sampled.logprobs()
+        drafted = [None if draft is None else draft.sampled(node + 1) for draft, node in drafts]
+        if not self.provisional:
+            sampled = self.sampler(logits_NV, states, drafted)
+            return sampled.token_ids.tolist(), sampled.logprobs(), nothing
+        p_NV = self.sampler.probabilities(logits_NV, states)
+        return checked(rejection_sampled(p_NV, states, drafted), logits_NV).tolist(), nothing, list(p_NV)
 
     def _logits(self, rows: list[int]) -> Tensor:
         if rows == list(range(len(self.logits_RV))):
