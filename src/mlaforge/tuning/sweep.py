@@ -98,8 +98,9 @@ def _rows(case: Case, cost: Cost, gpu: Gpu, repeats: int) -> list[dict[str, Any]
     """A row for each candidate, the default first."""
     candidates = case.candidates()
     times: list[list[float]] = [[] for _ in candidates]
+    expected = case.expected()
     for configuration in candidates:
-        case.error(configuration)
+        case.error(configuration, expected)
     for _ in range(repeats):
         for configuration, values in zip(candidates, times, strict=True):
             values.append(case.seconds(configuration))
