@@ -1,5 +1,5 @@
-"""What `tune` measures on a GPU beside attention and experts: every candidate gives the reference's result, launches look
-up the case's key, and a run on the simulated device writes entries for all ops."""
+"""What `tune` measures on a GPU beside attention and experts: every candidate gives the reference's result, launches
+look up the case's key, and a run on the simulated device writes entries for all ops."""
 
 import dataclasses
 import json
@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
+from mlaforge.bench import kernels
 from mlaforge.bench.gemm_shapes import Shape, Shapes
 from mlaforge.ops import latent_attention_gpu, token_selection_triton, tuned, vector_product_triton
 from mlaforge.ops.gpu_properties import GpuProperties
-from mlaforge.tuning import gpu_cases, tune
+from mlaforge.tuning import gpu_cases, sweep, tune
 from mlaforge.tuning.cases import Case, VectorProductCase, WrongResult, make_case
 from mlaforge.tuning.config import TuneConfig
 from mlaforge.tuning.gpu_cases import LatentCase, SelectionCase, case_of_launch
@@ -94,6 +95,15 @@ def test_products_of_a_few_rows(cuda):
         assert ("vector_product_kernel" in cuda.kernels) == bool(configuration)
         assert ("split_sum_kernel" in cuda.kernels) == (configuration.get("splits", 1) > 1)
     assert vector_product_triton.candidates(64) == [{"splits": 1, "BLOCK_O": size} for size in (16, 32, 64)]
+
+
+def test_a_sweep_on_a_gpu_is_of_all_kernels(cuda, monkeypatch):
+    monkeypatch.setattr(kernels, "LAYOUTS", {"tiny": kernels.Layout(4, 2, 16)})
+    monkeypatch.setattr(sweep, "STEPS", ((1, 64, 1, False), (2, 32, 1, True)))
+    monkeypatch.setattr(sweep, "LAUNCHES", (("latent", latent_key("coded")), ("selection", (4, 16, 4, 64))))
+    cases = list(sweep._cases(torch.device("cuda:0"), small=True))
+    assert {case.op for case, _ in cases} == {"vector_product", "experts", "attention", "latent", "selection"}
+    assert all(cost.bytes > 0 and cost.flops > 0 and case.candidates()[0] == {} for case, cost in cases)
 
 
 class Planted(Case):

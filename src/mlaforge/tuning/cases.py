@@ -26,6 +26,7 @@ from mlaforge.ops.native import pack
 from mlaforge.ops.rounded_weights import packed4, packed8
 from mlaforge.ops.tuned import Configuration, Key
 from mlaforge.ops.vector_product import OP as VECTOR_PRODUCT
+from mlaforge.runtime import log
 
 # Bytes of weights that a pass reads, and seconds that it may take.
 COLD, LONGEST_PASS = 64 << 20, 0.03
@@ -237,3 +238,26 @@ def make_case(shape: Shape, threads: bool = True) -> Case | None:
     if device.type == "cuda":
         return VectorProductCase(shape, device)
     return None
+
+
+def correct_candidates(case: Case) -> list[tuple[Configuration, float]]:
+    """Return the candidates of a case that give the reference's result, the default first, with their errors. Raise
+    WrongResult if the default does not."""
+    default, *rest = case.candidates()
+    expected = case.expected()
+    errors = [(default, case.error(default, expected))]
+    for configuration in rest:
+        try:
+            errors.append((configuration, case.error(configuration, expected)))
+        except (WrongResult, *_out_of_resources()) as error:
+            log(f"a candidate is left out: {str(error) or type(error).__name__}")
+    return errors
+
+
+def _out_of_resources() -> tuple[type[Exception], ...]:
+    """Return the errors of a kernel that needs more than this GPU has: shared memory, registers or memory."""
+    if not torch.cuda.is_available():
+        return ()
+    from triton.runtime.errors import OutOfResources
+
+    return OutOfResources, torch.cuda.OutOfMemoryError

@@ -26,6 +26,7 @@ from mlaforge.ops.row_formats.coded import Coded
 from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import SELECT_TOKENS, TokenIndex, empty_keys
 from mlaforge.ops.tuned import Configuration, Key
+from mlaforge.planning.costs import Cost
 from mlaforge.tuning.attention_case import AttentionCase
 from mlaforge.tuning.cases import Case, WrongResult
 
@@ -33,7 +34,9 @@ from mlaforge.tuning.cases import Case, WrongResult
 SELECTED, BITS = 1024, 4
 
 
-def case_of_launch(op: str, key: Key, device: torch.device) -> Case | None:
+def case_of_launch(
+    op: str, key: Key, device: torch.device
+) -> AttentionCase | LatentCase | SelectionCase | None:  # fmt: skip
     """Return the case of the key of a launch of `attention`, `latent` or `selection`; None where it has none."""
     if op == "attention":
         return AttentionCase.of_key(key, device)
@@ -86,6 +89,8 @@ class LatentCase(Case):
         angle = torch.outer(torch.arange(P, device=device), 0.9 ** torch.arange(D // 2, device=device))
         self.inputs = q_kv, angle.cos(), angle.sin(), weights, rows, view, D**-0.5
         read = S * P * format.unit_bytes + weights.w_uk.numel() * weights.w_uk.element_size()
+        # Keys of all rows, logits, sums of rows.
+        self.minimum = Cost(2.0 * S * P * (G * D * K + T * H * (D + K)), float(read))
         self.copies = [dataclasses.replace(rows, packed=packed) for packed in _copies(rows.packed, read, cold)]
 
     def candidates(self) -> list[Configuration]:
@@ -143,7 +148,8 @@ class SelectionCase(Case):
         q = torch.randn(S, H * I, device=device).to(dtype)
         rotation = torch.ones(S, 1, 1, dtype=torch.complex64, device=device)
         self.inputs = q, index, rotation, keys, view, (count,) * S, 1
-        self.copies = _copies(keys, S * P * I, cold)
+        self.minimum = Cost(2.0 * S * P * H * I, float(S * P * I))
+        self.copies = _copies(keys, self.minimum.bytes, cold)
 
     def candidates(self) -> list[Configuration]:
         from mlaforge.ops import token_selection_triton

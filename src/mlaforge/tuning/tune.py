@@ -26,7 +26,7 @@ from mlaforge.ops.tuned import Configuration, Key
 from mlaforge.ops.vector_product import MOST_ROWS
 from mlaforge.rendering.table import markdown_table
 from mlaforge.runtime import UserError, log, progress_bar, resolve_device
-from mlaforge.tuning.cases import Case, WrongResult, make_case
+from mlaforge.tuning.cases import Case, correct_candidates, make_case
 from mlaforge.tuning.config import TuneConfig
 from mlaforge.tuning.gpu_cases import case_of_launch
 from mlaforge.tuning.load import shapes_of_load
@@ -198,29 +198,6 @@ def _entry(
     }  # fmt: skip
 
 
-def _errors(case: Case) -> list[tuple[Configuration, float]]:
-    """Return the candidates of a case that give the reference's result, the default first, with their errors. Raise
-    WrongResult if the default does not."""
-    default, *rest = case.candidates()
-    expected = case.expected()
-    errors = [(default, case.error(default, expected))]
-    for configuration in rest:
-        try:
-            errors.append((configuration, case.error(configuration, expected)))
-        except (WrongResult, *_out_of_resources()) as error:
-            log(f"a candidate is left out: {str(error) or type(error).__name__}")
-    return errors
-
-
-def _out_of_resources() -> tuple[type[Exception], ...]:
-    """Return the errors of a kernel that needs more than this GPU has: shared memory, registers or memory."""
-    if not torch.cuda.is_available():
-        return ()
-    from triton.runtime.errors import OutOfResources
-
-    return OutOfResources, torch.cuda.OutOfMemoryError
-
-
 def _measure(
     entries: Entries,
     work: list[Work],
@@ -245,7 +222,7 @@ def _measure(
         case = make(item.shape) if item.shape else case_of_launch(item.op, item.key, device)
         if case is None:
             continue
-        errors = _errors(case)
+        errors = correct_candidates(case)
         configurations = [configuration for configuration, _ in errors]
         choice = search(configurations, case.seconds, (end - time.monotonic()) / (len(work) - number))
         error = errors[configurations.index(choice.configuration)][1]
