@@ -246,10 +246,11 @@ def correct_candidates(case: Case) -> list[tuple[Configuration, float]]:
     default, *rest = case.candidates()
     expected = case.expected()
     errors = [(default, case.error(default, expected))]
+    wrong: tuple[type[Exception], ...] = (WrongResult, *_out_of_resources())
     for configuration in rest:
         try:
             errors.append((configuration, case.error(configuration, expected)))
-        except (WrongResult, *_out_of_resources()) as error:
+        except wrong as error:
             log(f"a candidate is left out: {str(error) or type(error).__name__}")
     return errors
 
