@@ -53,7 +53,7 @@ def test_kernels_use_the_processor_that_they_are_compiled_for():
             continue
         name, launch = line.name, f"{line.name}, sm_{line.capability}"
         multiplies = name.startswith(("gqa", "mla", "absorb", "up-project", "experts")) and "sum" not in name
-        multiplies |= name in ("selection lse", "selection score")
+        multiplies |= name in ("selection lse", "selection score") or (name.startswith("vector") and "sum" not in name)
         if multiplies and "fp32" not in name and not line.tensor:
             offenders.append(f"{launch}: no tensor cores")
         if line.loop_spills > (line.loop_instructions / 12 if name.startswith(SPILLING) else 0):

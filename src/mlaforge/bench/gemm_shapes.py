@@ -54,6 +54,8 @@ class Shape:
         """The op and the key under which its configuration is tuned."""
         if self.experts:
             return "experts", tuned.experts_key(self.experts, self.top_k, self.K, self.N, self.M)
+        if self.device != "cpu":
+            return "vector_product", (self.dtype, self.N, self.K)
         return "product", tuned.product_key(self.dtype, self.N, self.K, self.M)
 
 

@@ -25,6 +25,7 @@ from mlaforge.ops import mxfp4_experts_triton as experts
 from mlaforge.ops import paged_attention_triton as attention
 from mlaforge.ops import rope_and_store_triton as rope
 from mlaforge.ops import token_selection_triton as selection
+from mlaforge.ops import vector_product_triton as vector
 from mlaforge.ops.absorbed_latents import AbsorbedWeights
 from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.gpu_properties import GpuProperties
@@ -329,6 +330,17 @@ def routing(shape: str, N: int, gpu: GpuProperties) -> KernelLaunch:
     return KernelLaunch(experts.route_kernel, *experts.route_launch(torch.empty(N, E, dtype=torch.bfloat16), K))
 
 
+def few_rows(splits: int, outputs: int, part: str, gpu: GpuProperties) -> KernelLaunch:
+    """Kernel `product` or `sum` of 4 rows times weights [5120, 2880], by tiles of so many outputs."""
+    with torch.device("meta"):
+        x, weight = torch.empty(4, 2880, dtype=torch.bfloat16), torch.empty(5120, 2880, dtype=torch.bfloat16)
+        launch = vector.make_launch(x, weight, weight[:, 0], False, {"splits": splits, "BLOCK_O": outputs})
+    if part == "sum":
+        assert launch.sum is not None
+        return KernelLaunch(vector.split_sum_kernel, launch.sum[1], {"num_warps": 4})
+    return KernelLaunch(vector.vector_product_kernel, launch.arguments, launch.options, (outputs, 16))
+
+
 def _rows(width: int, cached: torch.dtype) -> PagedRows:
     format = Plain(width, str(cached).removeprefix("torch."))
     return PagedRows.empty(format, 16, torch.bfloat16, torch.device("cpu"))
@@ -370,6 +382,11 @@ def _launches() -> dict[str, Callable[[GpuProperties], KernelLaunch]]:
     for shape, N in (("20b", 1), ("120b", 1), ("20b", 512), ("20b", 2048), ("120b", 2048)):
         table[f"experts {shape} gate, {N} tokens"] = functools.partial(mix, shape, "gate", bf16, N=N)
     table["experts 20b down, 512 tokens"] = functools.partial(mix, "20b", "down", bf16, N=512)
+    for name, splits, outputs, part in (
+        ("", 1, 32, "product"), (", 4 splits", 4, 32, "product"), (", 64 outputs", 1, 64, "product"),
+        (" sum", 4, 32, "sum"),
+    ):  # fmt: skip
+        table[f"vector product{name}"] = functools.partial(few_rows, splits, outputs, part)
     table["experts small gate fp32"] = functools.partial(mix, "small", "gate", fp32)
     return table
 

@@ -106,7 +106,9 @@ class Op:
     def names(self) -> list[str]:
         return [*self.implementations, "reference"]
 
-    def register_triton(self, module: str, function: str, supports: str = "supports") -> None:
+    def register_triton(
+        self, module: str, function: str, supports: str = "supports", on_request: bool = False
+    ) -> None:  # fmt: skip
         """Register functions of a module in ops/ that launches Triton kernels from host numbers alone. `supports` takes
         the op's inputs. The module is imported at the first use: importing Triton takes a second."""
 
@@ -119,7 +121,7 @@ class Op:
             answer: Literal[True] | str = getattr(importlib.import_module(f"mlaforge.ops.{module}"), supports)(*inputs)
             return answer
 
-        self.register("triton", run, supported, device_type="cuda", capturable=True)
+        self.register("triton", run, supported, device_type="cuda", capturable=True, on_request=on_request)
 
     def __call__(self, *inputs: Any, implementation: str | None = None) -> Any:
         """Run the selected implementation on `inputs`; the device of the first one decides.
@@ -301,7 +303,7 @@ MODULES = {
     "packed_latent_attention": "packed_attention", "paged_attention": "paged_attention",
     "rms_norm": "elementwise", "rope_and_store": "rope_and_store", "select_tokens": "token_selection",
     "silu_mul": "elementwise", "unpack_mxfp4": "mxfp4", "unpack_rows": "coded_rows",
-    "up_project_values": "absorbed_latents", "write_index": "token_selection",
+    "up_project_values": "absorbed_latents", "vector_product": "vector_product", "write_index": "token_selection",
 }  # fmt: skip
 IMPLEMENTATIONS = ("native", "runs", "triton", "reference", *EXTERNAL)
 # Comparisons of `check` that found no difference, by op and implementation.

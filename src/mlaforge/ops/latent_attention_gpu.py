@@ -104,6 +104,22 @@ def logit_tiles(rows: int, G: int, pairs: int, itemsize: int, gpu: GpuProperties
     return Tiles(block, heads, 32, warps, 2)
 
 
+def candidates(rows: int, G: int, D: int, K: int, itemsize: int, gpu: GpuProperties) -> list[tuned.Configuration]:
+    """Return configurations to measure instead of `logit_tiles`' and of the sum's that fit into shared memory. BLOCK_C:
+    columns of a tile of the sum; waves: programs per multiprocessor among which its rows are divided."""
+    pairs = max(16, triton.next_power_of_2(D // 2))
+    usual, width = logit_tiles(rows, G, pairs, itemsize, gpu), max(16, triton.next_power_of_2(K))
+    return [
+        {"rows": block, "num_warps": warps, "num_stages": stages, "BLOCK_C": columns, "waves": waves}
+        for block in (64, MOST_ROWS)
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+        if stages * usual.step * (block + 2 * usual.heads * pairs) * itemsize <= gpu.shared_memory - OVERHEAD
+        for columns in sorted({min(width, 128), min(width, 256)})
+        for waves in (1, 2)
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Launches:
     """Grids and arguments of the kernels for a group of sequences; `integers` and `merge` are None where not needed."""

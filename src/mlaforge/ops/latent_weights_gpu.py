@@ -7,6 +7,7 @@ multiplied.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,13 +45,22 @@ class GpuLatentWeights:
     @classmethod
     def of(cls, attention: LatentAttention, rows: PagedRows) -> GpuLatentWeights:
         """Return the weights of a layer's module whose cache is `rows`."""
-        w_uk, w_uv, b_k, b_v = (part.detach() for part in attention.up_projections())
+        parts = [part.detach() for part in attention.up_projections()]
         sinks = attention.sinks.detach() if attention.config.mla_sinks else None
         norms: list[Any] = [attention.q_norm, attention.k_norm] if attention.qk_norm else []
         q_norm, k_norm = [norm.weight.detach() for norm in norms] or [None, None]
+        return cls.make(parts, rows, sinks, q_norm, k_norm, norms[0].eps if norms else 0.0)
+
+    @classmethod
+    def make(
+        cls, parts: Sequence[Tensor], rows: PagedRows, sinks: Tensor | None = None, q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None, eps: float = 0.0,
+    ) -> GpuLatentWeights:  # fmt: skip
+        """Return the weights for rows of a format. parts: W_uk [G, D, R], W_uv [G, V, R] and their biases."""
+        w_uk, w_uv, b_k, b_v = parts
         others: dict[str, Any] = {
             "b_k": b_k.flatten(), "b_v": b_v.contiguous(), "sinks": sinks, "q_norm": q_norm, "k_norm": k_norm,
-            "eps": norms[0].eps if norms else 0.0,
+            "eps": eps,
         }  # fmt: skip
         if not isinstance(rows.format, Coded):
             return cls(

@@ -40,6 +40,7 @@ SOURCES = {
         "latent": ("latent_attention_gpu.py", "latent_attention_triton.py"),
         "selection": ("token_selection_triton.py",),
         "experts": ("mxfp4_experts_triton.py",),
+        "vector_product": ("vector_product_triton.py",),
     },
 }
 # Kernels of the compiled library by format of the weights, and their constants, both in the order of configuration.h.
@@ -71,6 +72,11 @@ def span_bucket(span: int) -> int:
 def product_key(format: str, outputs: int, inputs: int, rows: int) -> Key:
     """Return the key of rows times weights [outputs, inputs] in `format`."""
     return format, outputs, inputs, rows_bucket(rows)
+
+
+def vector_product_key(weight_MK: torch.Tensor) -> Key:
+    """Return the key of a few rows times weights [outputs, inputs] on a GPU: one for all numbers of rows."""
+    return str(weight_MK.dtype).removeprefix("torch."), *weight_MK.shape
 
 
 def experts_key(experts: int, top_k: int, hidden: int, intermediate: int, rows: int) -> Key:

@@ -15,20 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlaforge.bench import kernels
 from mlaforge.bench.gemm_shapes import Shape
 from mlaforge.bench.layer_operations import experts_inputs
+from mlaforge.engine.execution.linear import PackedLinear
 from mlaforge.ops import tuned
 from mlaforge.ops.linear import LINEAR, LINEAR_INT4, LINEAR_INT8
 from mlaforge.ops.mxfp4_experts import OP as EXPERTS
 from mlaforge.ops.native import pack
 from mlaforge.ops.rounded_weights import packed4, packed8
 from mlaforge.ops.tuned import Configuration, Key
+from mlaforge.ops.vector_product import OP as VECTOR_PRODUCT
+from mlaforge.runtime import log
 
 # Bytes of weights that a pass reads, and seconds that it may take.
 COLD, LONGEST_PASS = 64 << 20, 0.03
 MOST_ROWS, MOST_EXPERT_ROWS = 512, 128
+# In the tags of products whose results are logits, in fp32.
+LOGITS = "lm_head"
 # Largest error of a result, relative to its norm: of a product that is rounded to bf16, and of 16-bit activations.
-TOLERANCES = {"product": 2.0**-7, "experts": 3e-2}
+TOLERANCES = {"product": 2.0**-7, "experts": 3e-2, "vector_product": 2.0**-7, "latent": 2.0**-6}
 # Values of the constants in ops/cpu/simd/configuration.h.
 AHEAD = (1024, 2048, 4096, 8192, 16384)
 PANELS = (1 << 17, 1 << 18, 1 << 19, 1 << 20, 1 << 21)
@@ -62,12 +68,13 @@ class Case(abc.ABC):
     def run(self) -> int:
         """Run the kernel on all copies of its weights and return their number."""
 
-    def error(self, configuration: Configuration) -> float:
-        """Return the error of a candidate relative to the norm of the reference. Raises WrongResult."""
-        with_default = self._with({}, self.result)
-        out, expected = self._with(configuration, self.result), self.expected()
-        if self.device.type == "cpu" and not torch.equal(out, with_default):
+    def error(self, configuration: Configuration, expected: Tensor | None = None) -> float:
+        """Return the error of a candidate relative to the norm of the reference, whose result is `expected` if it is
+        known. Raises WrongResult."""
+        out = self._with(configuration, self.result)
+        if self.device.type == "cpu" and not torch.equal(out, self._with({}, self.result)):
             raise WrongResult(f"{self.op} {tuned.text(self.key)}: {configuration} changes the result")
+        expected = self.expected() if expected is None else expected
         difference = (out[: len(expected)].float() - expected).norm() / expected.norm()
         error = float(difference)
         if not error <= TOLERANCES[self.op]:
@@ -82,7 +89,8 @@ class Case(abc.ABC):
         start = time.perf_counter()
         calls = self.run()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            # Within a graph, as the engine replays them. The call before compiled the kernels.
+            return kernels.seconds(self.run, "cuda", milliseconds=1) / calls
         return (time.perf_counter() - start) / calls
 
     def _with(self, configuration: Configuration, call: Any) -> Any:
@@ -183,6 +191,42 @@ class ExpertsCase(Case):
         return 1
 
 
+class VectorProductCase(Case):
+    """A product of a few rows on a GPU: F.linear by default, as in the engine."""
+
+    op = "vector_product"
+
+    def __init__(self, shape: Shape, device: torch.device, cold: int = kernels.COLD):
+        self.device, self.shape = device, shape
+        dtype = getattr(torch, shape.dtype)
+        torch.manual_seed(0)
+        self.weight = torch.randn(shape.N, shape.K, device=device).to(dtype)
+        self.key = tuned.vector_product_key(self.weight)
+        self.x = torch.randn(shape.M, shape.K, device=device).to(dtype)
+        size = self.weight.numel() * self.weight.element_size()
+        self.copies = [
+            PackedLinear(weight, None, shape.dtype, LOGITS in shape.tag, shape.tag)
+            for weight in [self.weight] * max(1, min(128, cold // size))
+        ]
+
+    def candidates(self) -> list[Configuration]:
+        from mlaforge.ops import vector_product_triton
+
+        return [{}, *vector_product_triton.candidates(self.shape.K)]
+
+    def result(self) -> Tensor:
+        return self.copies[0](self.x)
+
+    def expected(self) -> Tensor:
+        out: Tensor = VECTOR_PRODUCT.reference(self.x, self.weight, None, True)
+        return out
+
+    def run(self) -> int:
+        for layer in self.copies:
+            layer(self.x)
+        return len(self.copies)
+
+
 def make_case(shape: Shape, threads: bool = True) -> Case | None:
     """Return the case of a recorded product; None if no kernel of this package with candidates computes it. threads:
     also choose the number of threads."""
@@ -191,4 +235,30 @@ def make_case(shape: Shape, threads: bool = True) -> Case | None:
         return ExpertsCase(shape, device)
     if device.type == "cpu" and shape.dtype in tuned.PRODUCTS:
         return ProductCase(shape, threads)
+    if device.type == "cuda":
+        return VectorProductCase(shape, device)
     return None
+
+
+def correct_candidates(case: Case) -> list[tuple[Configuration, float]]:
+    """Return the candidates of a case that give the reference's result, the default first, with their errors. Raise
+    WrongResult if the default does not."""
+    default, *rest = case.candidates()
+    expected = case.expected()
+    errors = [(default, case.error(default, expected))]
+    wrong: tuple[type[Exception], ...] = (WrongResult, *_out_of_resources())
+    for configuration in rest:
+        try:
+            errors.append((configuration, case.error(configuration, expected)))
+        except wrong as error:
+            log(f"a candidate is left out: {str(error) or type(error).__name__}")
+    return errors
+
+
+def _out_of_resources() -> tuple[type[Exception], ...]:
+    """Return the errors of a kernel that needs more than this GPU has: shared memory, registers or memory."""
+    if not torch.cuda.is_available():
+        return ()
+    from triton.runtime.errors import OutOfResources
+
+    return OutOfResources, torch.cuda.OutOfMemoryError

@@ -37,8 +37,8 @@ class Choice:
 def search(
     candidates: Sequence[Configuration], measure: Measure, budget: float = float("inf"), margin: float = MARGIN
 ) -> Choice:
-    """Return the choice among `candidates`, of which the first is the default. budget: seconds; rounds of slow calls
-    have fewer repetitions."""
+    """Return the choice among `candidates`, of which the first is the default. budget: seconds; rounds of slow
+    measurements have fewer repetitions."""
     default, *rest = range(len(candidates))
     start, calls = time.monotonic(), 0
 
@@ -52,13 +52,15 @@ def search(
                 calls += 1
         return times
 
-    # The first call touches the memory.
+    # The first call touches the memory. A measurement takes longer than the call that it times: all copies are read.
     measure(candidates[default])
+    begun = time.monotonic()
     once = measure(candidates[default])
+    taken_once = time.monotonic() - begun
     calls += 2
     if not rest:
         return Choice({}, once, once, calls)
-    planned = REPEATS if once * _calls(len(candidates), REPEATS) < budget else LEAST_REPEATS
+    planned = REPEATS if taken_once * _calls(len(candidates), REPEATS) < budget else LEAST_REPEATS
     running = [default, *rest]
     for repeats in planned:
         taken = {i: statistics.median(values) for i, values in timed(running, repeats).items()}

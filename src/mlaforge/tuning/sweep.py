@@ -1,7 +1,7 @@
 """`bench kernels --sweep`: time and throughput of every candidate, and statistics of attention's tiles.
 
 On a CPU the compiled products and experts are swept, and attention is measured with its constants (docs/ops.md says why
-none is a candidate); on a GPU attention and experts in Triton. Candidates are interleaved; `us` is the median of all
+none is a candidate); on a GPU all kernels that `tune` tunes. Candidates are interleaved; `us` is the median of all
 repetitions, `least_us` the least, which other processes disturb less. `mlaforge tune` decides more carefully.
 """
 
@@ -24,11 +24,13 @@ from mlaforge.bench.roof import describe, roof
 from mlaforge.engine.execution.linear import BITS
 from mlaforge.families.spec import MoeSpec
 from mlaforge.ops import tuned
+from mlaforge.ops.tuned import Key
 from mlaforge.planning.costs import Cost, Gpu, experts_touched
 from mlaforge.rendering.table import markdown_table
 from mlaforge.runtime import UserError, log, resolve_device
 from mlaforge.tuning.attention_case import AttentionCase
-from mlaforge.tuning.cases import Case, make_case
+from mlaforge.tuning.cases import Case, correct_candidates, make_case
+from mlaforge.tuning.gpu_cases import case_of_launch
 from mlaforge.tuning.tile_statistics import cpu_tiling, tile_statistics
 
 REPEATS = 11
@@ -39,6 +41,16 @@ ROWS, EXPERT_ROWS = (1, 4, 512), (1, 4)
 EXPERTS = (32, 4, 2880, 2880)
 # Batch 1; batch >= 4 with at least 8K; a selection of 1,024 tokens.
 STEPS = ((1, 2048, 1, False), (1, 32768, 1, False), (4, 8192, 1, False), (8, 8192, 4, False), (8, 1024, 1, True))
+
+# Keys of launches of `latent` (64 query heads, 8 KV heads of 64) and of selections (64 heads of 64) at these steps.
+LAUNCHES: tuple[tuple[str, Key], ...] = (
+    *(
+        ("latent", ("latent", 64, 832, 64, 8, format, T, S, P, "sparse" if sparse else "dense"))
+        for format in ("bf16", "coded")
+        for S, P, T, sparse in STEPS
+    ),
+    *(("selection", (64, 64, S, P)) for S, P, _, sparse in STEPS if not sparse),
+)
 
 
 def run(config: BenchConfig, folder: Path, small: bool = False) -> dict[str, Any]:
@@ -72,6 +84,9 @@ def _cases(device: torch.device, small: bool) -> Iterator[tuple[Case, Cost]]:
             if not (sparse and layout.window):
                 attention = AttentionCase(layout, S, P, T, device, torch.bfloat16, sparse)
                 yield attention, attention.minimum
+        for op, key in LAUNCHES:
+            if (launched := case_of_launch(op, key, device)) is not None:
+                yield launched, launched.minimum
 
 
 def _shapes(device: torch.device, small: bool) -> Iterator[Shape]:
@@ -81,6 +96,9 @@ def _shapes(device: torch.device, small: bool) -> Iterator[Shape]:
         products = [(1, 96, 64), (40, 96, 64)] if small else sorted(layers | draft)
         for (M, N, K), format in itertools.product(products, ("bfloat16", "int8")):
             yield Shape("layer", M, N, K, format, "cpu")
+    else:
+        for M, (N, K) in itertools.product((1, 4), LAYERS[:1] if small else LAYERS):
+            yield Shape("layer", M, N, K, "bfloat16", device.type)
     E, top_k, C, I = (4, 2, 64, 96) if small else EXPERTS  # noqa: E741
     for rows in EXPERT_ROWS[:1] if small else EXPERT_ROWS:
         yield Shape("experts", rows, I, C, "mxfp4", device.type, E, top_k)
@@ -96,10 +114,8 @@ def _cost(shape: Shape) -> Cost:
 
 def _rows(case: Case, cost: Cost, gpu: Gpu, repeats: int) -> list[dict[str, Any]]:
     """A row for each candidate, the default first."""
-    candidates = case.candidates()
+    candidates = [configuration for configuration, _ in correct_candidates(case)]
     times: list[list[float]] = [[] for _ in candidates]
-    for configuration in candidates:
-        case.error(configuration)
     for _ in range(repeats):
         for configuration, values in zip(candidates, times, strict=True):
             values.append(case.seconds(configuration))

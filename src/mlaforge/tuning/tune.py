@@ -1,6 +1,6 @@
 """`tune`: the fastest configuration of each kernel at the shapes of a model, into the table of this device.
 
-The shapes that take most time are measured, each against the reference and then against the default (search.py); the
+The shapes that take most time are measured: candidates against the reference, then against the default (search.py); the
 others get the default, so that a table that was tuned for a model has an entry for every bucket of its shapes. The
 table is written after each shape: an interrupted run resumes where it was.
 """
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,24 +23,28 @@ import torch
 from mlaforge.bench.gemm_shapes import Shape, Shapes
 from mlaforge.ops import tuned
 from mlaforge.ops.tuned import Configuration, Key
+from mlaforge.ops.vector_product import MOST_ROWS
 from mlaforge.rendering.table import markdown_table
 from mlaforge.runtime import UserError, log, progress_bar, resolve_device
-from mlaforge.tuning.attention_case import AttentionCase
-from mlaforge.tuning.cases import Case, make_case
+from mlaforge.tuning.cases import Case, correct_candidates, make_case
 from mlaforge.tuning.config import TuneConfig
+from mlaforge.tuning.gpu_cases import case_of_launch
 from mlaforge.tuning.load import shapes_of_load
 from mlaforge.tuning.search import Choice, search
 
 # Cores that other processes may use.
 BUSY_CORES = 0.3
+# Ops that are tuned at the keys of their launches, and sequences and cached tokens of decoding steps beside them, which
+# are longer than those of a short load.
+LAUNCHED, LONG_STEPS = ("attention", "latent", "selection"), ((1, 2048), (1, 32768), (4, 8192))
 Entries = dict[str, dict[str, dict[str, Any]]]
 MakeCase = Callable[[Shape], Case | None]
 
 
 @dataclasses.dataclass
 class Work:
-    """A key to measure: the shape of its that takes most time (None: attention), the tags and the seconds of all of
-    them."""
+    """A key to measure: the shape of its that takes most time (None: the key is of a launch), the tags and the seconds
+    of all of them."""
 
     op: str
     key: Key
@@ -89,7 +94,7 @@ def run(model: str | None, config: TuneConfig, out: Path | None = None, make: Ma
     try:
         shapes = Shapes.read(Path(config.shapes)) if config.shapes else shapes_of_load(str(model), config)
         tuning = Tuning(path)
-        work = [*_attention_work(device), *_work(shapes, device)]
+        work = [*_launched_work(device), *_work(shapes, device)]
         if not work:
             raise UserError(f"no product on {device.type} has a kernel with candidates: see docs/ops.md")
         _fill(entries, work)
@@ -123,8 +128,7 @@ def _work(shapes: Shapes, device: torch.device) -> Iterator[Work]:
     """Keys of a device's products that have a kernel with candidates, those that take most time first."""
     by_key: dict[tuple[str, Key], list[tuple[float, Shape]]] = {}
     for shape, usage in shapes.usage.items():
-        compiled = shape.dtype in tuned.COMPILED and (device.type == "cpu" or shape.experts)
-        if shape.device == device.type and compiled:
+        if shape.device == device.type and _is_tunable(shape):
             by_key.setdefault(shape.key, []).append((usage.seconds, shape))
     works = []
     for (op, key), uses in by_key.items():
@@ -134,23 +138,43 @@ def _work(shapes: Shapes, device: torch.device) -> Iterator[Work]:
     return iter(sorted(works, key=lambda work: -work.seconds))
 
 
-def _attention_work(device: torch.device) -> list[Work]:
-    """Keys of the launches of attention that this process has made on a GPU, the most frequent first."""
+def _is_tunable(shape: Shape) -> bool:
+    """Whether a kernel with candidates computes a product."""
+    if shape.device == "cpu" or shape.experts:
+        return shape.dtype in tuned.COMPILED
+    return shape.dtype in ("bfloat16", "float16") and shape.M <= MOST_ROWS
+
+
+def _launched_work(device: torch.device) -> list[Work]:
+    """Keys of the launches of LAUNCHED that this process has made on a GPU, the most frequent first, then those of
+    LONG_STEPS, as long as which no selection is."""
     if device.type != "cuda":
         return []
-    launches = [(count, key) for (op, key), count in tuned.seen().items() if op == "attention"]
-    return [Work("attention", key, None, ("attention",), 0.0) for _, key in sorted(launches, key=lambda x: -x[0])]
+    launches = Counter({(op, key): count for (op, key), count in tuned.seen().items() if op in LAUNCHED})
+    long = [
+        (op, _key_of_step(op, key, *step)) for op, key in launches if key[-1] != "sparse" for step in LONG_STEPS
+    ]  # fmt: skip
+    work = dict.fromkeys((*(launch for launch, _ in launches.most_common()), *long))
+    return [Work(op, key, None, (op,), 0.0) for op, key in work]
+
+
+def _key_of_step(op: str, key: Key, sequences: int, span: int) -> Key:
+    """Return the key of a launch of the same sizes in a decoding step."""
+    return (*key[:-2], sequences, span) if op == "selection" else (*key[:-4], 1, sequences, span, key[-1])
 
 
 def _keys(item: Work) -> Iterator[Key]:
     """All keys of the buckets of a kernel's sizes."""
-    if item.shape is not None:
-        yield from ((*item.key[:-1], bucket) for bucket in (*tuned.ROWS, tuned.MORE_ROWS))
-        return
-    *sizes, _, _, _, reading = item.key
-    spans = (1 << power for power in range(4, 18))
-    for shape in itertools.product((*tuned.ROWS, tuned.MORE_ROWS), tuned.SEQUENCES, spans):
-        yield (*sizes, *shape, reading)
+    rows, spans = (*tuned.ROWS, tuned.MORE_ROWS), (1 << power for power in range(4, 18))
+    if item.op == "vector_product":
+        yield item.key
+    elif item.shape is not None:
+        yield from ((*item.key[:-1], bucket) for bucket in rows)
+    elif item.op == "selection":
+        yield from ((*item.key[:-2], *step) for step in itertools.product(tuned.SEQUENCES, spans))
+    else:
+        *sizes, _, _, _, reading = item.key
+        yield from ((*sizes, *step, reading) for step in itertools.product(rows, tuned.SEQUENCES, spans))
 
 
 def _fill(entries: Entries, work: list[Work]) -> None:
@@ -189,17 +213,19 @@ def _measure(
     for number, item in enumerate(work):
         bar.update()
         of_op, key = entries[item.op], tuned.text(item.key)
-        if covered >= config.share * total or time.monotonic() >= end:
+        if (total and covered >= config.share * total) or time.monotonic() >= end:
             break
         covered += item.seconds
         if of_op[key]["us"] is not None and not config.retune:
             tuning.resumed += 1
             continue
-        case = make(item.shape) if item.shape else AttentionCase.of_key(item.key, device)
+        case = make(item.shape) if item.shape else case_of_launch(item.op, item.key, device)
         if case is None:
             continue
-        choice = search(case.candidates(), case.seconds, (end - time.monotonic()) / (len(work) - number))
-        error = case.error(choice.configuration)
+        errors = correct_candidates(case)
+        configurations = [configuration for configuration, _ in errors]
+        choice = search(configurations, case.seconds, (end - time.monotonic()) / (len(work) - number))
+        error = errors[configurations.index(choice.configuration)][1]
         of_op[key] = _entry(choice.configuration, choice, error, item.tags)
         tuned.save(tuning.path, facts, entries)
         share = item.seconds / total if total else 0.0

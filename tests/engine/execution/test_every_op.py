@@ -163,7 +163,8 @@ def test_every_triton_op_is_compared(models, checking, cuda):
         prompt = PROMPTS[0][: 40 if layout.startswith("sparse") else 9]
         llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
     compared = {name for name, implementation in dispatch.comparisons if implementation == "triton"}
-    assert compared == triton_ops()
+    # Only a tuned table chooses the products of a few rows.
+    assert compared == triton_ops() - {"vector_product"}
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mlaforge.ops import native
+from mlaforge.ops import native, tuned
 from mlaforge.ops.linear import LINEAR, LINEAR_INT4, LINEAR_INT8
 from mlaforge.ops.native import pack
 from mlaforge.ops.rounded_weights import packed4, packed8
-from mlaforge.runtime import UserError
+from mlaforge.ops.vector_product import MOST_ROWS
+from mlaforge.ops.vector_product import OP as VECTOR_PRODUCT
+from mlaforge.runtime import UserError, ops_choice
 
 # Formats of weights that are not a torch dtype, with the dtype of their activations.
 QUANTIZED = {"int8": torch.bfloat16, "int4": torch.bfloat16}
@@ -91,10 +93,19 @@ def _add(out_NM: Tensor, residual_NM: Tensor | None) -> Tensor:
 
 def _plain(weight_MK: Tensor, out_fp32: bool) -> Product:
     weight = weight_MK.clone()
-    # torch.mm has an out_dtype on CUDA only. Elsewhere fp32 sums would need a copy of the weights in fp32.
-    if out_fp32 and weight.device.type == "cuda" and weight.dtype != torch.float32:
-        return lambda x, bias, residual: _add(_add(torch.mm(x, weight.T, out_dtype=torch.float32), bias), residual)
-    return lambda x, bias, residual: _add(F.linear(x, weight, bias), residual)
+    if weight.device.type != "cuda" or weight.dtype == torch.float32:
+        return lambda x, bias, residual: _add(F.linear(x, weight, bias), residual)
+    key = tuned.vector_product_key(weight)
+
+    def product(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        if len(x) <= MOST_ROWS and ops_choice() != "reference" and tuned.config("vector_product", key):
+            return _add(VECTOR_PRODUCT(x, weight, bias, out_fp32, implementation="triton"), residual)
+        if out_fp32:
+            # torch.mm has an out_dtype on CUDA only. Elsewhere fp32 sums would need a copy of the weights in fp32.
+            return _add(_add(torch.mm(x, weight.T, out_dtype=torch.float32), bias), residual)
+        return _add(F.linear(x, weight, bias), residual)
+
+    return product
 
 
 def _packed_bfloat16(packed: Tensor, M: int, out_fp32: bool, norm: tuple[Tensor, float] | tuple[()] = ()) -> Product:
