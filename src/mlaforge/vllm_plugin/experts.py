@@ -20,6 +20,13 @@ def checked_by(base: Any) -> type:
 
     class Checked(base):
         @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            base.verify_and_update_config(vllm_config)
+            if vllm_config.parallel_config.decode_context_parallel_size > 1:
+                # vLLM would want more ranks than KV heads, of which a rank caches its share. Rows have none.
+                vllm_config.model_config.model_arch_config.total_num_kv_heads = 1
+
+        @staticmethod
         def verify_and_update_model_config(model_config: Any) -> None:
             from vllm.platforms import current_platform
 
