@@ -86,24 +86,28 @@ class Ranks:
         self.barrier.wait()
         return sent
 
-    def run(self, task):
-        results, errors = [None] * self.size, []
 
-        def work(rank):
-            try:
-                results[rank] = task(rank)
-            except Exception as error:
-                errors.append(error)
-                self.barrier.abort()
+def run(task, groups):
+    """What the task returns for each rank of these groups."""
+    count = sum(group.size for group in groups)
+    results, errors = [None] * count, []
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return results
+    def work(rank):
+        try:
+            results[rank] = task(rank)
+        except Exception as error:
+            errors.append(error)
+            for group in groups:
+                group.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
 
 
 @dataclasses.dataclass
@@ -133,28 +137,32 @@ class Tables:
         return 0, self.blocks[seq][: -(-self.rows[seq] // BLOCK)]
 
 
-def outputs(directory, index, size, hidden, shard=Shard, ranks=None):
-    """A layer's output for three sequences, [N, C] in the order of STEPS, by `size` ranks, added up."""
+def outputs(directory, index, ranks, size, hidden, shard=Shard):
+    """A layer's output for three sequences, [N, C] in the order of STEPS, by so many ranks in groups of `size`, added
+    up."""
     raw = reader.read_config(directory)
     spec = read_spec(raw).layers[index]
-    ranks = ranks or Ranks(size)
+    groups = [Ranks(size) for _ in range(ranks // size)]
     state = loading.load_model(directory, "float32").model.layers[index].self_attn.state_dict()
 
-    def task(rank):
-        heads = Heads(raw["num_key_value_heads"], rank, size, size, grouped=True)
+    def of_rank(number):
+        heads, rank = Heads(raw["num_key_value_heads"], number, ranks, size, grouped=True), number % size
         skeleton = loading.skeleton(heads.config(raw))
         rotary = type(skeleton.model.rotary_emb)(skeleton.config)
         module = skeleton.model.layers[index].self_attn
         if hasattr(module, "table"):
             module.table.rotary = rotary
         module.load_state_dict({name: heads.share(name, tensor) for name, tensor in state.items()}, assign=True)
-        layer = layer_caches(read_spec(raw), skeleton.config, torch.float32)[0][index]
+        cached = dataclasses.replace(spec, num_kv_heads=heads.num_kv_heads // heads.kv_parts)
+        all_spec = read_spec(raw)
+        layers = tuple(cached if at == index else other for at, other in enumerate(all_spec.layers))
+        layer = layer_caches(dataclasses.replace(all_spec, layers=layers), skeleton.config, torch.float32)[0][index]
         rows = PagedRows.empty(layer.format, 8 * BLOCK, torch.float32, torch.device("cpu"))
         sharded = (
             ShardedGroupedQueryAttention(module, 0, rows, spec.sinks, "float32") if layer.kind == "gqa"
             else ShardedLatentAttention(module, 0, rows, "float32", heads.own)
         )  # fmt: skip
-        sharded.exchange = Exchange(ranks, rank)
+        sharded.exchange = Exchange(groups[number // size], rank)
         angles, at = RotaryEmbedding(rotary, spec.head_dim, torch.float32), shard(rank, size)
         outs = []
         for step in STEPS:
@@ -170,7 +178,7 @@ def outputs(directory, index, size, hidden, shard=Shard, ranks=None):
                 outs.append(sharded(x, batch.views[0], Step.make(batch, angles), None))
         return torch.cat(outs)
 
-    return sum(ranks.run(task))
+    return sum(run(of_rank, groups))
 
 
 def expected(directory, index, hidden):
@@ -198,14 +206,14 @@ CASES = [("llama", "latent", {}), ("biased_llama", "latent_rope", {}), ("qwen3",
          ("llama", "latent_rope", {"bits": 4.0})]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_ranks_compute_what_one_computes(case, size, converted):
+def test_ranks_compute_what_one_computes(case, ranks, size, converted):
     """Four query heads and two KV heads; steps of chunks, of single tokens and of drafts; sinks, norms and biases."""
     *names, options = case
     directory = converted(*names, **options)
     hidden = inputs(directory)
     for index in range(len(read_spec(reader.read_config(directory)).layers)):
         torch.testing.assert_close(
-            outputs(directory, index, size, hidden), expected(directory, index, hidden), atol=1e-5, rtol=1e-4
+            outputs(directory, index, ranks, size, hidden), expected(directory, index, hidden), atol=1e-5, rtol=1e-4
         )

@@ -188,6 +188,25 @@ def test_two_ranks(tiny, tmp_path):
         assert faults(tiny(name), PROMPTS, outcome["rounds"][0]) == []
 
 
+SHARDED = ("llama latent_rope", "llama latent coded", "qwen3 latent", "gpt_oss latent", "gpt_oss latent coded")
+
+
+def test_ranks_share_out_tokens(tiny, tmp_path):
+    """--decode-context-parallel-size: chunked prefill, prefix cache, drafts of n-grams; bytes of a token on each rank
+    are the plan's for every second token."""
+    options = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    shared = {"prompts": PROMPTS, "tokens": 16, "rounds": 2}
+    cases = [{"name": name, "model": str(tiny(name)), **shared, "options": options} for name in SHARDED]
+    drafted = {**options, "speculative_config": NGRAM}
+    cases.append({"name": "drafted", "model": str(tiny(SHARDED[0])), **shared, "options": drafted})
+    outcomes = run(cases, tmp_path)
+    for name, outcome in outcomes.items():
+        model = tiny(SHARDED[0] if name == "drafted" else name)
+        assert faults(model, PROMPTS, *outcome["rounds"]) == []
+        check_cache(outcome, model, ranks=2)
+    assert outcomes["drafted"]["counters"]["vllm:spec_decode_num_drafts"] > 20
+
+
 @pytest.mark.parametrize("name", ["llama latent_rope", PACKED])
 def test_the_command_serves(name, tiny, tmp_path):
     """`vllm serve OUT` as a user starts it: compiled, all processes, chunked prefill, default blocks, OpenAI's API."""

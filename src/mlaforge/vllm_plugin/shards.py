@@ -11,17 +11,18 @@ group, L rows on this rank, D key dimensions, R latent rank, W elements of a row
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mlaforge.engine.cache.view import Span, Tables, make_views, prefix_view
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, PagedLatentAttention, Step
 from mlaforge.engine.execution.batch import Batch
-from mlaforge.modeling.attention_mla import attend
+from mlaforge.engine.execution.latent_prompts import WORKSPACE
 from mlaforge.modeling.rope_mla import rotate
 from mlaforge.ops.absorbed_latents import ABSORB_AND_STORE, UP_PROJECT_VALUES, AbsorbedWeights
 from mlaforge.ops.cache_view import CacheView
@@ -76,6 +77,14 @@ class ShardedBatch(Batch):
     shard: Shard = Shard(0, 1)
     spans: tuple[tuple[int, int], ...] = ()
     _by_token: dict[int, CacheView] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def row_positions_L(self) -> Tensor:
+        """Positions of the rows in the blocks of all sequences, one after another, to each last block's end."""
+        [view] = self.views
+        device = view.slots_N.device
+        rows = (-(-length // view.block_size) * view.block_size for length in view.lengths)
+        return torch.cat([self.shard.positions(count, device) for count in rows])
 
     def by_token(self, view: CacheView) -> CacheView:
         """Return the view of the rows that each query token sees; `view` addresses the rows of the sequences."""
@@ -139,9 +148,14 @@ class ShardedLatentAttention(PagedLatentAttention):
         w_uk, w_uv, b_k, b_v = (part.detach() for part in latent.up_projections())
         sinks = latent.sinks.detach() if latent.config.mla_sinks else None
         index = latent.rope_index if latent.rope_dim else w_uk.new_empty(0, dtype=torch.int64)
-        self.weights = AbsorbedWeights(
-            w_uk[own], w_uv[own], b_k[own].contiguous(), b_v[own].contiguous(), sinks, index
-        )  # fmt: skip
+        of_rank = (part[own].contiguous() for part in (w_uk, w_uv, b_k, b_v))
+        self.weights = AbsorbedWeights(*of_rank, sinks, index)
+        # Of the group's other heads only keys are needed, and those only where they are decompressed.
+        del latent.kv_b_proj
+        if not latent.rope_dim:
+            latent.kv_b_proj = nn.Linear(latent.rank, b_k.numel(), device="meta")
+            latent.kv_b_proj.weight = nn.Parameter(w_uk.flatten(0, 1), requires_grad=False)
+            latent.kv_b_proj.bias = nn.Parameter(b_k.flatten(), requires_grad=False)
 
     def __call__(self, normed_NC: Tensor, view: CacheView, step: Step, residual_NC: Tensor | None) -> Tensor:
         latent, W, exchange = self.latent, self.widths[1], self.exchange
@@ -167,28 +181,26 @@ class ShardedLatentAttention(PagedLatentAttention):
         return self.o_proj(out_NX.to(normed_NC.dtype), residual_NC)
 
     def _over_keys(self, q_NJD: Tensor, batch: ShardedBatch, view: CacheView) -> tuple[Tensor, Tensor]:
-        """Layout `latent`: attention over decompressed keys, rotated by their positions, and latents as values, sequence
-        by sequence. Returns [N, J, R] and lse [N, J]."""
-        latent, (N, J, D), device = self.latent, q_NJD.shape, q_NJD.device
-        w_uk_GDR, _, b_k_GD, _ = latent.up_projections()
-        G, R = len(w_uk_GDR), latent.rank
-        out_NJR = q_NJD.new_zeros(N, J, R)
-        lse_NJ = torch.full((N, J), -torch.inf, device=device)
-        rows_LW, view = self.rows.decode(view)
-        begin = 0
-        for index, ((start, stop), L) in enumerate(zip(batch.spans, view.lengths, strict=True)):
-            tokens = slice(begin, begin + stop - start)
-            begin = tokens.stop
-            if not L:
-                continue
-            row_LR = host_view(view).sequence(index, rows_LW)[0][0].to(q_NJD.dtype)
-            cos, sin = latent.table(stop, q_NJD)
-            q_1JTD = rotate(q_NJD[tokens].transpose(0, 1)[None], cos[:, start:stop], sin[:, start:stop])
-            at_L = batch.shard.positions(L, device)
-            k_LX = F.linear(row_LR, w_uk_GDR.flatten(0, 1), b_k_GD.flatten())
-            k_1GLD = latent.rotated_keys(k_LX.view(1, L, G, D).transpose(1, 2), at_L)
-            seen_TL = at_L <= torch.arange(start, stop, device=device)[:, None]
-            values = row_LR[None, None].expand(-1, G, -1, -1)
-            out, lse = attend(q_1JTD, k_1GLD, values, seen_TL[None, None], latent.scaling)
-            out_NJR[tokens], lse_NJ[tokens] = out[0].transpose(0, 1), lse[0].T
-        return out_NJR, lse_NJ
+        """Layout `latent`: attention over decompressed keys, rotated by their positions, and latents as values. Returns
+        [N, J, R] and lse [N, J]."""
+        latent, D, G = self.latent, q_NJD.shape[2], self.latent.num_kv_heads
+        blocks_B, gathered = host_view(view).gathered
+        row_LR = self.rows.read_blocks(blocks_B, view.block_size).to(q_NJD.dtype)
+        at_L, at_N = batch.row_positions_L, batch.positions_N
+        blocks = -(-max(view.lengths) // view.block_size)
+        cos, sin = latent.table(max(view.max_seq_len, blocks * view.block_size * batch.shard.size), q_NJD)
+        q_1JND = rotate(q_NJD.transpose(0, 1)[None], cos[:, at_N], sin[:, at_N])
+        q_NGXD = q_1JND[0].transpose(0, 1).unflatten(1, (G, -1))
+        # So many KV heads at a time that their keys fit into the workspace.
+        most = max(1, WORKSPACE // max(1, len(row_LR) * D * row_LR.element_size()))
+        parts = []
+        for first in range(0, G, most):
+            heads = slice(first, min(G, first + most))
+            keys = latent.kv_b_proj
+            weight, bias = (of.unflatten(0, (G, D))[heads].flatten(0, 1) for of in (keys.weight, keys.bias))
+            k_1GLD = F.linear(row_LR, weight, bias).view(1, len(row_LR), -1, D).transpose(1, 2)
+            k_LGD = latent.rotated_keys(k_1GLD, at_L)[0].transpose(0, 1)
+            values = row_LR[:, None].expand(-1, k_LGD.shape[1], -1)
+            parts.append(_partial(q_NGXD[:, heads].flatten(1, 2), k_LGD, values, batch, gathered, latent.scaling))
+        out, lse = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        return out, lse
