@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from mlaforge.engine.execution.attention import Step
 from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.modeling.attention_mla import attend, sink_share
 from mlaforge.ops.paged_rows import PagedRows
+from mlaforge.runtime import UserError
+from mlaforge.vllm_plugin import shards
 from mlaforge.vllm_plugin.heads import Heads
 from mlaforge.vllm_plugin.shards import (
     Shard,
@@ -217,3 +220,30 @@ def test_ranks_compute_what_one_computes(case, ranks, size, converted):
         torch.testing.assert_close(
             outputs(directory, index, ranks, size, hidden), expected(directory, index, hidden), atol=1e-5, rtol=1e-4
         )
+
+
+@pytest.mark.parametrize(("case", "changes", "message"), [
+    (("mistral", "latent"), {}, "every layer has a sliding window"),
+    (("llama", "latent"), {"index_kind": "learned"}, "convert with --dense"),
+    (("llama", "latent"), {"use_eagle": lambda: True}, "use the method ngram"),
+    (("llama", "latent"), {"cp_kv_cache_interleave_size": 16}, "leave out --cp-kv-cache-interleave-size"),
+    (("llama", "latent"), {"decode_context_parallel_size": 3}, "3 must be a power of two on a GPU"),
+    (("gpt_oss", "latent"), {"use_eagle": lambda: False}, None),
+])  # fmt: skip
+def test_what_cannot_be_shared_out_is_refused(case, changes, message, converted):
+    """One line, which says what would be right."""
+    raw = reader.read_config(converted(*case))
+    hf_config = SimpleNamespace(to_dict=lambda: raw, index_kind=changes.get("index_kind"))
+    parallel = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 1, "dcp_comm_backend": None,
+                "dcp_q_replicate": None}  # fmt: skip
+    draft = SimpleNamespace(use_eagle=changes["use_eagle"]) if "use_eagle" in changes else None
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=hf_config), speculative_config=draft,
+        parallel_config=SimpleNamespace(**parallel | changes),
+    )  # fmt: skip
+    if message is None or "power" in message:
+        shards.refuse(config, on_cpu=True)
+    if message is not None:
+        with pytest.raises(UserError, match=message) as refused:
+            shards.refuse(config, on_cpu=False)
+        assert "\n" not in str(refused.value)

@@ -14,15 +14,21 @@ from mlaforge.runtime import UserError, log
 
 
 def checked_by(base: Any) -> type:
-    """Return vLLM's config checks of an architecture, `base`, adapted to MXFP4. On a CPU the quantization is hidden,
-    because vLLM would reject it. On a GPU vLLM's kernels read experts as stored, under the name that `base` gives
-    GPT-OSS's variant."""
+    """Return vLLM's config checks of an architecture, `base`, adapted to MXFP4 and to context parallelism. On a CPU the
+    quantization is hidden, because vLLM would reject it. On a GPU vLLM's kernels read experts as stored, under the name
+    that `base` gives GPT-OSS's variant."""
 
     class Checked(base):
         @staticmethod
         def verify_and_update_config(vllm_config: Any) -> None:
             base.verify_and_update_config(vllm_config)
             if vllm_config.parallel_config.decode_context_parallel_size > 1:
+                from vllm.platforms import current_platform
+
+                from mlaforge.vllm_plugin import shards
+
+                # Here, because what a worker raises is not what vLLM prints last.
+                shards.refuse(vllm_config, current_platform.is_cpu())
                 # vLLM would want more ranks than KV heads, of which a rank caches its share. Rows have none.
                 vllm_config.model_config.model_arch_config.total_num_kv_heads = 1
 

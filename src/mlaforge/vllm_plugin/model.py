@@ -17,7 +17,6 @@ from vllm.model_executor.layers.attention import Attention as StockAttention
 from vllm.platforms import current_platform
 
 from mlaforge import families
-from mlaforge.checkpoint.source_model import read_spec
 from mlaforge.runtime import UserError
 from mlaforge.vllm_plugin import SUFFIX
 from mlaforge.vllm_plugin.attention import OP, Attentions
@@ -35,8 +34,6 @@ def refuse(vllm_config: Any) -> None:
         raise UserError(
             "converted models do not support --prefill-context-parallel-size: use --decode-context-parallel-size"
         )
-    if parallel.decode_context_parallel_size > 1:
-        _refuse_shards(vllm_config)
     if (transfer := vllm_config.kv_transfer_config) is not None:
         raise UserError(
             f"KV connector {transfer.kv_connector} is not supported: it would read a row, which holds the bytes of all "
@@ -56,26 +53,6 @@ def refuse(vllm_config: Any) -> None:
         configured = getattr(config, name, None)
         if configured is not None and not math.isclose(configured, value, rel_tol=1e-6):
             raise UserError(f"{name} = {configured}: vLLM always uses {value} for this family")
-
-
-def _refuse_shards(vllm_config: Any) -> None:
-    """As `refuse`, for configurations that share out tokens."""
-    config, parallel, option = vllm_config.model_config.hf_config, vllm_config.parallel_config, "decode-context-parallel"
-    spec, ranks = read_spec(config.to_dict()), parallel.decode_context_parallel_size
-    if all(layer.window for layer in spec.layers):
-        raise UserError(f"--{option}-size {ranks} divides nothing here: every layer has a sliding window; leave it out")
-    if getattr(config, "index_kind", None) is not None:
-        raise UserError(f"sparse models do not support --{option}-size: use a conversion with --dense, or leave it out")
-    if parallel.cp_kv_cache_interleave_size > 1 or parallel.dcp_comm_backend == "a2a" or parallel.dcp_q_replicate:
-        raise UserError(
-            f"--{option}-size shares out single tokens and reduces by ag_rs: leave out --cp-kv-cache-interleave-size, "
-            "--dcp-comm-backend and --dcp-q-replicate"
-        )
-    if vllm_config.speculative_config is not None and vllm_config.speculative_config.draft_model_config is not None \
-            and vllm_config.speculative_config.use_eagle():
-        raise UserError(f"draft heads do not support --{option}-size: draft with the method ngram")
-    if ranks & (ranks - 1) and not current_platform.is_cpu():
-        raise UserError(f"--{option}-size {ranks} is not a power of two, which vLLM's kernel that merges ranks needs")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mlaforge.checkpoint.source_model import read_spec
 from mlaforge.engine.cache.view import Span, Tables, make_views, prefix_view
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, PagedLatentAttention, Step
 from mlaforge.engine.execution.batch import Batch
@@ -29,7 +30,7 @@ from mlaforge.ops.cache_view import CacheView
 from mlaforge.ops.host_view import host_view
 from mlaforge.ops.paged_attention import apply_sinks, paged_attention
 from mlaforge.ops.paged_rows import PagedRows
-from mlaforge.runtime import on_device
+from mlaforge.runtime import UserError, on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,29 @@ class Shard:
     def positions(self, rows: int, device: torch.device) -> Tensor:
         """Positions of the first rows, int64."""
         return torch.arange(rows, device=device) * self.size + self.rank
+
+
+def refuse(vllm_config: Any, on_cpu: bool) -> None:
+    """Raise UserError, with what would be right, for configurations whose tokens cannot be shared out."""
+    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+    option, size = "--decode-context-parallel-size", parallel.decode_context_parallel_size
+    draft = vllm_config.speculative_config
+    if all(layer.window for layer in read_spec(config.to_dict()).layers):
+        reason = "divides nothing where every layer has a sliding window: leave it out"
+    elif getattr(config, "index_kind", None) is not None:
+        reason = "does not support sparse models: convert with --dense, or leave it out"
+    elif draft is not None and draft.use_eagle():
+        reason = "does not support draft heads: use the method ngram"
+    elif parallel.cp_kv_cache_interleave_size > 1 or parallel.dcp_comm_backend == "a2a" or parallel.dcp_q_replicate:
+        reason = (
+            "shares out single tokens and merges by ag_rs: leave out --cp-kv-cache-interleave-size, "
+            "--dcp-comm-backend and --dcp-q-replicate"
+        )
+    elif size & (size - 1) and not on_cpu:
+        reason = "must be a power of two on a GPU, as in vLLM's kernel that merges ranks"
+    else:
+        return
+    raise UserError(f"{option} {size} {reason}")
 
 
 class Exchange(Protocol):
