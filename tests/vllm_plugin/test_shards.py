@@ -163,7 +163,7 @@ def outputs(directory, index, ranks, size, hidden, shard=Shard):
         rows = PagedRows.empty(layer.format, 8 * BLOCK, torch.float32, torch.device("cpu"))
         sharded = (
             ShardedGroupedQueryAttention(module, 0, rows, spec.sinks, "float32") if layer.kind == "gqa"
-            else ShardedLatentAttention(module, 0, rows, "float32", heads.own)
+            else ShardedLatentAttention(module, 0, rows, "float32", heads.kv_slice)
         )  # fmt: skip
         sharded.exchange = Exchange(groups[number // size], rank)
         angles, at = RotaryEmbedding(rotary, spec.head_dim, torch.float32), shard(rank, size)

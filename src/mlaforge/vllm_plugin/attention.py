@@ -117,7 +117,7 @@ class Attentions:
         if self.sharded[index]:
             sharded: Any = (
                 ShardedGroupedQueryAttention(module, 0, rows, sinks, format) if kind == "gqa"
-                else ShardedLatentAttention(module, 0, rows, format, self.layer_heads[index].own)
+                else ShardedLatentAttention(module, 0, rows, format, self.layer_heads[index].kv_slice)
             )  # fmt: skip
             sharded.exchange = Group()
             return sharded

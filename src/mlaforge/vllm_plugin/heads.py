@@ -23,11 +23,11 @@ class Heads:
         # The KV heads are split into `kv_parts` equal parts, of which the rank has number `kv_part`.
         self.kv_parts, self.kv_part = self._part(rank, size)
         # KV heads that the rank's query heads read, among those that it has.
-        self.own = slice(0, num_kv_heads // self.kv_parts)
+        self.kv_slice = slice(0, num_kv_heads // self.kv_parts)
         if grouped:
             parts, part = self._part(rank // context, size // context)
-            first = self.kv_part * self.own.stop - part * (num_kv_heads // parts)
-            self.own = slice(first, first + self.own.stop)
+            first = self.kv_part * self.kv_slice.stop - part * (num_kv_heads // parts)
+            self.kv_slice = slice(first, first + self.kv_slice.stop)
             self.kv_parts, self.kv_part = parts, part
 
     def _part(self, index: int, count: int) -> tuple[int, int]:

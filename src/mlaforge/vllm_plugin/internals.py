@@ -31,9 +31,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "cache_config", "compilation_config", "kv_transfer_config", "model_config", "parallel_config", "quant_config",
         "speculative_config",
     ),
-    "vllm.config:ModelConfig": (
-        "dtype", "get_head_size", "get_num_kv_heads", "hf_config", "hf_text_config", "model_arch_config",
-    ),
+    "vllm.config:ModelConfig": ("dtype", "get_head_size", "get_num_kv_heads", "hf_config", "hf_text_config"),
     "vllm.config.model_arch:ModelArchitectureConfig": ("quantization_config", "total_num_kv_heads"),
     "vllm.config:ParallelConfig": (
         "cp_kv_cache_interleave_size", "dcp_comm_backend", "dcp_q_replicate", "decode_context_parallel_size",

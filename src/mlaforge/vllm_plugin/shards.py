@@ -123,8 +123,8 @@ def sharded_batch(
 ) -> ShardedBatch:
     """Return the batch of a step. `tables` count a rank's own rows. slots_N: -1 for a token of another rank, whose row
     goes to slot 0, in a block that no sequence has."""
-    own = [(seq, shard.count(start), shard.count(stop)) for seq, start, stop in spans]
-    [view] = make_views(own, tables, device)
+    row_spans = [(seq, shard.count(start), shard.count(stop)) for seq, start, stop in spans]
+    [view] = make_views(row_spans, tables, device)
     longest = max(stop for _, _, stop in spans)
     view = dataclasses.replace(view, slots_N=slots_N.clamp_min(0), max_seq_len=longest)
     positions_N = on_device([at for _, start, stop in spans for at in range(start, stop)], torch.int64, device)
@@ -161,18 +161,18 @@ class ShardedGroupedQueryAttention(PagedGroupedQueryAttention):
 
 class ShardedLatentAttention(PagedLatentAttention):
     """Latent attention in the absorbed form. `attention` has the rank's query heads and the group's KV heads, of which
-    its query heads read those in `own`."""
+    its query heads read those in `kv_slice`."""
 
     exchange: Exchange
 
-    def __init__(self, attention: Any, group: int, rows: PagedRows, format: str, own: slice):
+    def __init__(self, attention: Any, group: int, rows: PagedRows, format: str, kv_slice: slice):
         super().__init__(attention, group, rows, format)
         self.fused = self.absorbed = None
         latent = self.latent
         w_uk, w_uv, b_k, b_v = (part.detach() for part in latent.up_projections())
         sinks = latent.sinks.detach() if latent.config.mla_sinks else None
         index = latent.rope_index if latent.rope_dim else w_uk.new_empty(0, dtype=torch.int64)
-        of_rank = (part[own].contiguous() for part in (w_uk, w_uv, b_k, b_v))
+        of_rank = (part[kv_slice].contiguous() for part in (w_uk, w_uv, b_k, b_v))
         self.weights = AbsorbedWeights(*of_rank, sinks, index)
         # Of the group's other heads only keys are needed, and those only where they are decompressed.
         del latent.kv_b_proj
