@@ -17,6 +17,7 @@ from mlaforge.engine.cache.kv_cache import layer_caches
 from mlaforge.engine.execution.attention import Step
 from mlaforge.engine.execution.rotary_embedding import RotaryEmbedding
 from mlaforge.modeling.attention_mla import attend, sink_share
+from mlaforge.ops.paged_attention import paged_attention
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.runtime import UserError
 from mlaforge.vllm_plugin import shards
@@ -220,6 +221,22 @@ def test_ranks_compute_what_one_computes(case, ranks, size, converted):
         torch.testing.assert_close(
             outputs(directory, index, ranks, size, hidden), expected(directory, index, hidden), atol=1e-5, rtol=1e-4
         )
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_gpu_kernels_see_the_prefixes(heads):
+    """Triton's kernel over the rows of a rank: tokens without any, and values that all KV heads share."""
+    shard, spans, generator = Shard(1, 2), [(0, 0, 3), (1, 20, 23)], torch.Generator().manual_seed(0)
+    tables, slots = Tables({seq: shard.count(stop) for seq, _, stop in spans}), torch.full((6,), -1)
+    batch = sharded_batch(spans, tables, slots, shard, torch.device("cpu"))
+    view = batch.by_token(batch.views[0])
+    assert view.lengths == (0, 1, 1, 10, 11, 11)
+    q, k, v = (torch.randn(*of, generator=generator) for of in ((6, 4, 16), (8 * BLOCK, heads, 16), (8 * BLOCK, 1, 32)))
+    inputs = q, k, v.expand(-1, heads, -1), view, 0.25
+    out, lse = paged_attention(*inputs, implementation="triton")
+    expected_out, expected_lse = paged_attention(*inputs, implementation="reference")
+    torch.testing.assert_close((out, lse), (expected_out, expected_lse), atol=1e-5, rtol=1e-5)
+    assert lse[0].eq(-torch.inf).all() and out[0].eq(0).all()
 
 
 @pytest.mark.parametrize(("case", "changes", "message"), [
