@@ -31,11 +31,12 @@ from mlaforge.vllm_plugin.shards import (
 )
 
 BLOCK = 16
-# Steps of three sequences: [start, stop) of each that computes. The first tokens of a sequence are on few ranks, and
+# Steps of three sequences: [start, stop) of each that computes. Ranks have no row at first, then none of a sequence;
 # chunks, single tokens and several drafted ones follow.
 STEPS = (
-    {0: (0, 1), 1: (0, 20)},
-    {0: (1, 2), 1: (20, 37), 2: (0, 2)},
+    {0: (0, 1)},
+    {0: (1, 2), 1: (0, 20)},
+    {1: (20, 37), 2: (0, 2)},
     {0: (2, 3), 1: (37, 38), 2: (2, 6)},
     {0: (3, 9), 2: (6, 7)},
 )

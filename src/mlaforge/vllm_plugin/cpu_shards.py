@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.triton_utils.dispatcher import register_kernels
+from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.v1.attention.ops import dcp
+from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
 from mlaforge.vllm_plugin.shards import corrected
 
 
 def register() -> None:
     """Replace the kernels in this process, a worker."""
-    register_kernels({"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slots})
+    # vLLM's register_kernels fails once numba is imported, which n-grams do.
+    ComputeSlotMappingKernel.kernel = KernelOverride(ComputeSlotMappingKernel.kernel, _slots)
     dcp.correct_attn_out = _corrected
 
 

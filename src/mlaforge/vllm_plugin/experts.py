@@ -22,15 +22,16 @@ def checked_by(base: Any) -> type:
         @staticmethod
         def verify_and_update_config(vllm_config: Any) -> None:
             base.verify_and_update_config(vllm_config)
+            config = vllm_config.model_config
             if vllm_config.parallel_config.decode_context_parallel_size > 1:
                 from vllm.platforms import current_platform
 
-                from mlaforge.vllm_plugin import shards
+                from mlaforge.vllm_plugin.shards import refuse
 
                 # Here, because what a worker raises is not what vLLM prints last.
-                shards.refuse(vllm_config, current_platform.is_cpu())
-                # vLLM would want more ranks than KV heads, of which a rank caches its share. Rows have none.
-                vllm_config.model_config.model_arch_config.total_num_kv_heads = 1
+                refuse(vllm_config, current_platform.is_cpu())
+            else:
+                config.model_arch_config.total_num_kv_heads = config.hf_text_config.num_key_value_heads
 
         @staticmethod
         def verify_and_update_model_config(model_config: Any) -> None:
@@ -45,6 +46,9 @@ def checked_by(base: Any) -> type:
                     if hasattr(config, "quantization_config"):
                         del config.quantization_config
             base.verify_and_update_model_config(model_config)
+            # For context parallelism vLLM wants more ranks than KV heads, of which rows have none. Checked before the
+            # number of ranks is known here.
+            read.total_num_kv_heads = 1
             if packed and read.quantization_config is not None:
                 # vLLM reads the method from this copy, which it renames only for the original's model_type. As plain
                 # mxfp4 it would separate gate and up rows that GPT-OSS interleaves.

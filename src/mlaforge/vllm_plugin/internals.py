@@ -59,7 +59,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.ops.dcp:cp_lse_ag_out_rs": (),
     "vllm.v1.core.block_pool:BlockPool": (),
     # The same on a CPU (cpu_shards.py): two kernels that are replaced.
-    "vllm.triton_utils.dispatcher:register_kernels": (),
+    "vllm.triton_utils.dispatcher:KernelOverride": (),
     "vllm.v1.worker.block_table:ComputeSlotMappingKernel": ("kernel",),
     "vllm.v1.attention.ops:dcp": ("correct_attn_out",),
     # The cache (row_cache.py): its layer, its backend, its specification and the metadata of a step.

@@ -90,9 +90,9 @@ def _make(name: str) -> type:
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         refuse(vllm_config)
         if vllm_config.parallel_config.decode_context_parallel_size > 1 and current_platform.is_cpu():
-            from mlaforge.vllm_plugin import cpu_shards
+            from mlaforge.vllm_plugin.cpu_shards import register
 
-            cpu_shards.register()
+            register()
         with _without_windows(vllm_config.model_config.hf_config):
             original.__init__(self, vllm_config=vllm_config, prefix=prefix)
         compilation = vllm_config.compilation_config

@@ -169,17 +169,18 @@ class ShardedLatentAttention(PagedLatentAttention):
         super().__init__(attention, group, rows, format)
         self.fused = self.absorbed = None
         latent = self.latent
-        w_uk, w_uv, b_k, b_v = (part.detach() for part in latent.up_projections())
+        parts = [part.detach() for part in latent.up_projections()]
         sinks = latent.sinks.detach() if latent.config.mla_sinks else None
-        index = latent.rope_index if latent.rope_dim else w_uk.new_empty(0, dtype=torch.int64)
-        of_rank = (part[kv_slice].contiguous() for part in (w_uk, w_uv, b_k, b_v))
-        self.weights = AbsorbedWeights(*of_rank, sinks, index)
+        index = latent.rope_index if latent.rope_dim else parts[0].new_empty(0, dtype=torch.int64)
+        w_uk, w_uv, b_k, b_v = (part[kv_slice].contiguous() for part in parts)
+        self.weights = AbsorbedWeights(w_uk, w_uv, b_k, b_v, sinks, index)
         # Of the group's other heads only keys are needed, and those only where they are decompressed.
         del latent.kv_b_proj
         if not latent.rope_dim:
-            latent.kv_b_proj = nn.Linear(latent.rank, b_k.numel(), device="meta")
-            latent.kv_b_proj.weight = nn.Parameter(w_uk.flatten(0, 1), requires_grad=False)
-            latent.kv_b_proj.bias = nn.Parameter(b_k.flatten(), requires_grad=False)
+            w_uk, b_k = parts[0].flatten(0, 1), parts[2].flatten()
+            latent.kv_b_proj = nn.Linear(latent.rank, len(b_k), device="meta")
+            latent.kv_b_proj.weight = nn.Parameter(w_uk, requires_grad=False)
+            latent.kv_b_proj.bias = nn.Parameter(b_k, requires_grad=False)
 
     def __call__(self, normed_NC: Tensor, view: CacheView, step: Step, residual_NC: Tensor | None) -> Tensor:
         latent, W, exchange = self.latent, self.widths[1], self.exchange
@@ -222,9 +223,10 @@ class ShardedLatentAttention(PagedLatentAttention):
             heads = slice(first, min(G, first + most))
             keys = latent.kv_b_proj
             weight, bias = (of.unflatten(0, (G, D))[heads].flatten(0, 1) for of in (keys.weight, keys.bias))
-            k_1GLD = F.linear(row_LR, weight, bias).view(1, len(row_LR), -1, D).transpose(1, 2)
+            count = heads.stop - heads.start
+            k_1GLD = F.linear(row_LR, weight, bias).view(1, len(row_LR), count, D).transpose(1, 2)
             k_LGD = latent.rotated_keys(k_1GLD, at_L)[0].transpose(0, 1)
-            values = row_LR[:, None].expand(-1, k_LGD.shape[1], -1)
+            values = row_LR[:, None].expand(-1, count, -1)
             parts.append(_partial(q_NGXD[:, heads].flatten(1, 2), k_LGD, values, batch, gathered, latent.scaling))
         out, lse = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
         return out, lse
