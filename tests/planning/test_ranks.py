@@ -162,3 +162,11 @@ def test_impossible_divisions_are_refused(options, message):
 def test_a_cpu_has_no_ranks(cpu):
     with pytest.raises(UserError, match="name one, such as --gpu h100"):
         run_plan(read_spec(LLAMA), PlanConfig(tensor_parallel=2), gpu=cpu)
+
+
+def test_windows_are_not_divided():
+    """Where all layers have one, context parallelism divides nothing."""
+    spec = read_spec(LLAMA)
+    slides = dataclasses.replace(spec, layers=tuple(dataclasses.replace(layer, window=128) for layer in spec.layers))
+    assert "every layer has a sliding window" in Ranks(2, 2).refusal(slides)
+    assert not Ranks(2).refusal(slides) and not Ranks(2, 2).refusal(spec)
