@@ -52,19 +52,18 @@ def test_cache_of_a_rank(config, form, gpus):
         bytes_of_ranks = Counter()
         for rank in range(ranks.tensor):
             for layer, chosen in zip(spec.layers, plan.layers, strict=True):
-                first = 0 if layer.window is None else max(0, CONTEXT - layer.window)
-                tokens = sum(position % ranks.context == rank % ranks.context for position in range(first, CONTEXT))
-                _, kv_heads, _ = heads_of(rank, ranks, layer)
+                _, kv_heads, of_rank = heads_of(rank, ranks, layer)
+                tokens = sum(position % ranks.context == rank % ranks.context for position in range(CONTEXT))
+                if layer.window is not None:
+                    # Every rank of a group holds all of the window, with its own heads.
+                    tokens, kv_heads = min(CONTEXT, layer.window), of_rank
                 elements = (
                     2 * len(kv_heads) * layer.head_dim
                     if chosen.layout == "gqa" else chosen.kv_lora_rank + chosen.qk_rope_head_dim
                 )  # fmt: skip
                 bytes_of_ranks[rank] += tokens * (elements * (1 if plan.stored == "fp8" else 2) + chosen.index)
         row = Row(plan, GPUS["h100"], CONTEXT, 1, 0, ranks=ranks)
-        # A layer's fullest rank is not every layer's: windows begin at another token.
-        assert max(bytes_of_ranks.values()) <= row.cache_bytes(1) <= sum(bytes_of_ranks.values())
-        if all(layer.window is None for layer in spec.layers) or ranks.context == 1:
-            assert row.cache_bytes(1) == max(bytes_of_ranks.values())
+        assert row.cache_bytes(1) == max(bytes_of_ranks.values())
 
 
 @pytest.mark.parametrize("layout", ["latent", "latent_rope"])
@@ -85,7 +84,7 @@ def test_attention_weights_of_a_rank(layout, ranks, converted):
             heads = Heads(raw["num_key_value_heads"], rank, ranks.tensor)
             count = sum(heads.share(name, tensor).numel() for name, tensor in matrices.items())
             _, of_group, of_rank = heads_of(rank, ranks, layer)
-            others = len(of_group) - len(of_rank)
+            others = 0 if layer.window else len(of_group) - len(of_rank)
             if chosen.layout == "gqa":
                 count += others * 2 * layer.head_dim * spec.hidden_size
             elif chosen.layout == "latent":
@@ -163,3 +162,11 @@ def test_impossible_divisions_are_refused(options, message):
 def test_a_cpu_has_no_ranks(cpu):
     with pytest.raises(UserError, match="name one, such as --gpu h100"):
         run_plan(read_spec(LLAMA), PlanConfig(tensor_parallel=2), gpu=cpu)
+
+
+def test_windows_are_not_divided():
+    """Where all layers have one, context parallelism divides nothing."""
+    spec = read_spec(LLAMA)
+    slides = dataclasses.replace(spec, layers=tuple(dataclasses.replace(layer, window=128) for layer in spec.layers))
+    assert "every layer has a sliding window" in Ranks(2, 2).refusal(slides)
+    assert not Ranks(2).refusal(slides) and not Ranks(2, 2).refusal(spec)

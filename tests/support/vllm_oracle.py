@@ -20,6 +20,7 @@ from mlaforge.checkpoint import loading, source_model
 from mlaforge.checkpoint import reader as checkpoint_reader
 from mlaforge.checkpoint.eagle3 import write_head
 from mlaforge.planning.plan import Plan, plan_of
+from mlaforge.planning.ranks import Ranks
 from support.eagle3_heads import make
 
 PYTHON = os.environ.get("MLAFORGE_VLLM_PYTHON")
@@ -153,14 +154,15 @@ def edited(directory, out, sinks=True, **changes):
     return out
 
 
-def check_cache(outcome, directory):
-    """vLLM's own figures: bytes of a token in the layers that see everything are the plan's to the byte; layers with a
-    window beside them take at most twice theirs."""
+def check_cache(outcome, directory, ranks=1):
+    """vLLM's own figures: bytes of a token in the layers that see everything are the plan's to the byte, on each of so
+    many ranks that share out tokens; layers with a window beside them take at most twice theirs."""
     config = checkpoint_reader.read_config(directory)
     spec = source_model.read_spec(config)
     plan = plan_of(config, spec)
     plan = Plan(spec, plan.layers, "coded" if plan.stored == "coded" else "fp32", plain="fp32")
-    layers = [(chosen, layer) for chosen, layer in zip(plan.layers, spec.layers, strict=True)]
+    rank = Ranks(ranks, ranks).share(plan)
+    layers = [(chosen, layer) for chosen, layer in zip(rank.layers, rank.spec.layers, strict=True)]
     for group in outcome["groups"]:
         planned = sum(
             chosen.cached_bytes(layer, 1, plan.stored_as(chosen))
@@ -175,5 +177,8 @@ def check_cache(outcome, directory):
     assert outcome["blocks"] == outcome["memory"] // page
     if len(outcome["groups"]) == 1 and spec.layers[0].window is None:
         # All of the memory, but for less than a block.
-        planned = plan.cache_bytes(outcome["tokens"])
+        tokens = outcome["blocks"] * outcome["groups"][0]["block"] * ranks
+        # vLLM's figure is of requests of the greatest length, in whole blocks of all ranks.
+        assert outcome["tokens"] == tokens if ranks == 1 else 0.8 * tokens < outcome["tokens"] <= tokens
+        planned = Ranks(ranks, ranks).cache_bytes(plan, tokens)
         assert outcome["memory"] - page < planned <= outcome["memory"]

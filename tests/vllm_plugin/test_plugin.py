@@ -95,7 +95,7 @@ from types import ModuleType, SimpleNamespace
 registered = {}
 vllm, config = ModuleType("vllm"), ModuleType("vllm.model_executor.models.config")
 vllm.ModelRegistry = SimpleNamespace(register_model=registered.__setitem__)
-config.MODELS_CONFIG_MAP = {}
+config.MODELS_CONFIG_MAP, config.VerifyAndUpdateConfig = {}, object
 sys.modules |= {"vllm": vllm, "vllm.model_executor": ModuleType("vllm.model_executor"),
                 "vllm.model_executor.models": ModuleType("vllm.model_executor.models"), config.__name__: config}
 from transformers import AutoConfig

@@ -46,6 +46,7 @@ PLAIN = ("llama latent", "llama latent_rope", "qwen2 latent", "qwen2 latent_rope
          "gpt_oss latent coded sparse")  # fmt: skip
 DRAFTED = ("llama latent_rope", "gpt_oss latent", "llama latent coded", "gpt_oss latent coded sparse")
 # In bf16 compiled kernels read the rows.
+BF16 = {"dtype": "bfloat16"}
 ROUNDED = ("llama latent coded", "llama latent_rope", "llama gqa sparse", "gpt_oss latent")
 # Prompts of several chunks and of several blocks, and one that repeats itself.
 PROMPTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (7, 40, 100, 150)]
@@ -107,7 +108,7 @@ def served(tiny, tmp_path_factory):
     ):
         cases.append({"name": name, "model": str(model), **shared})
     for name in ROUNDED:
-        cases.append({"name": f"{name} bf16", "model": str(tiny(name)), **shared, "options": {"dtype": "bfloat16"}})
+        cases.append({"name": f"{name} bf16", "model": str(tiny(name)), **shared, "options": BF16})
     fp8 = {"kv_cache_dtype": "fp8"}
     cases.append({"name": "unpacked", "model": str(save_unpacked(tiny(PACKED), folder / "unpacked")), **shared})
     cases.append({"name": "fp8 cache", "model": str(tiny("llama latent")), **shared, "options": fp8})
@@ -127,10 +128,14 @@ def test_tokens_match_transformers(name, served, tiny):
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_bf16(name, served, tiny):
+    check_rounded(tiny(name), served[f"{name} bf16"])
+
+
+def check_rounded(directory, outcome):
     """Tokens are as good as transformers': two logits may be off by as much as its own in bf16 and fp32 differ after a
     prompt."""
-    wide, narrow = (loading.load_model(tiny(name), dtype) for dtype in ("float32", "bfloat16"))
-    for prompt, tokens in zip(PROMPTS, served[f"{name} bf16"]["rounds"][0], strict=True):
+    wide, narrow = (loading.load_model(directory, dtype) for dtype in ("float32", "bfloat16"))
+    for prompt, tokens in zip(PROMPTS, outcome["rounds"][0], strict=True):
         text, chosen = torch.tensor([prompt + tokens]), torch.tensor(tokens)
         logits, rounded = (forced(model, text, len(prompt)).float() for model in (wide, narrow))
         gaps = logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]
@@ -186,6 +191,27 @@ def test_two_ranks(tiny, tmp_path):
     ]
     for name, outcome in run(cases, tmp_path).items():
         assert faults(tiny(name), PROMPTS, outcome["rounds"][0]) == []
+
+
+SHARDED = ("llama latent coded", "qwen3 latent", "gpt_oss latent coded", PACKED)
+
+
+def test_ranks_share_out_tokens(tiny, tmp_path):
+    """--decode-context-parallel-size: chunked prefill, prefix cache, drafts of n-grams. A rank caches what the plan
+    says: every second token, but for those in a window."""
+    options = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "block_size": 32}
+    shared = {"prompts": PROMPTS, "tokens": 16, "rounds": 2}
+    cases = [{"name": name, "model": str(tiny(name)), **shared, "options": options} for name in SHARDED]
+    for name, changes in (("llama latent_rope", {"speculative_config": NGRAM}), ("llama latent_rope bf16", BF16)):
+        of = str(tiny("llama latent_rope"))
+        cases.append({"name": name, "model": of, **shared, "options": {**options, **changes}})
+    outcomes = run(cases, tmp_path)
+    check_rounded(tiny("llama latent_rope"), outcomes.pop("llama latent_rope bf16"))
+    for name, outcome in outcomes.items():
+        assert faults(tiny(name), PROMPTS, *outcome["rounds"]) == []
+        check_cache(outcome, tiny(name), ranks=2)
+        assert outcome["found"][0] == 0 and outcome["found"][1] >= 128
+    assert outcomes["llama latent_rope"]["counters"]["vllm:spec_decode_num_drafts"] > 20
 
 
 @pytest.mark.parametrize("name", ["llama latent_rope", PACKED])

@@ -149,11 +149,15 @@ def test_gpt_oss_stand_in_needs_sinks_and_windows(name, real, prompts, served_re
 
 
 def test_real_models_on_ranks(real, prompts, tmp_path):
-    """9 query heads on three ranks, 12 on two."""
+    """9 query heads on three ranks, 12 on two; all of these, or none, share out tokens."""
+    divided = {("llama latent_rope", 3): 1, ("gpt_oss latent_rope", 2): 2, ("llama latent coded", 3): 3}
     cases = [
         {"name": name, "model": str(real[name]), "prompts": prompts, "tokens": 64,
-         "options": {**ROOMY, "tensor_parallel_size": ranks}}
-        for name, ranks in (("llama latent_rope", 3), ("gpt_oss latent_rope", 2))
+         "options": {**ROOMY, "tensor_parallel_size": ranks, "decode_context_parallel_size": context}}
+        for (name, ranks), context in divided.items()
     ]  # fmt: skip
-    for name, outcome in run(cases, tmp_path).items():
-        assert faults(real[name], prompts, outcome["rounds"][0]) == []
+    outcomes = run(cases, tmp_path)
+    for (name, _), context in divided.items():
+        assert faults(real[name], prompts, outcomes[name]["rounds"][0]) == []
+        if context > 1:
+            check_cache(outcomes[name], real[name], ranks=context)

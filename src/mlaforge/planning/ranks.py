@@ -3,7 +3,7 @@
 Tensor parallelism N divides query heads, the KV heads that they read (N at most their number: beyond it they are
 replicated), the width of MLPs and experts, and the vocabulary. A latent and an index key have no heads: every rank
 holds them. Context parallelism M, a divisor of N, forms groups of M ranks that attend with the heads of all of them,
-token i on rank i mod M: rows of every kind are divided by M, with those of a sliding window.
+token i on rank i mod M: rows of every kind are divided by M, but for those of a sliding window, which stay as they are.
 
 Legend: H query heads, G KV heads, d head_dim, r kv_lora_rank, d_r qk_rope_head_dim, N and M as above.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from mlaforge.families.spec import LayerSpec, ModelSpec
 from mlaforge.planning.costs import Cost, lm_head, mlp, projections, weight_bytes
-from mlaforge.planning.plan import LayerPlan, Plan
+from mlaforge.planning.plan import LayerPlan, Plan, tokens_cached
 from mlaforge.runtime import UserError
 
 # Bytes of an exchanged activation: bf16.
@@ -39,6 +39,8 @@ class Ranks:
         N, M = self.tensor, self.context
         if N % M:
             return f"context_parallel {M} must divide tensor_parallel {N}: M of the N GPUs divide the tokens"
+        if M > 1 and all(layer.window for layer in spec.layers):
+            return f"context_parallel {M} divides no tokens, because every layer has a sliding window"
         for layer in spec.layers:
             H, G = layer.num_heads, layer.num_kv_heads
             if H % N or any(G % groups and groups % G for groups in (N, N // M)):
@@ -50,15 +52,23 @@ class Ranks:
         if reason := self.refusal(spec):
             raise UserError(f"{reason}; of 8 GPUs: {'; '.join(ranks.label for ranks in divisions(spec, 8))}")
 
-    def tokens(self, count: int) -> int:
-        """Tokens of a request that the fullest rank holds."""
-        return -(-count // self.context)
+    def tokens(self, count: int, layer: LayerSpec | None = None) -> int:
+        """Tokens of a request that the fullest rank holds, in a layer without a window if none is given."""
+        return count if layer is not None and layer.window else -(-count // self.context)
+
+    def cache_bytes(self, plan: Plan, context: int, batch: int = 1) -> int:
+        """Bytes of a rank's cache of `batch` requests of `context` tokens."""
+        share = self.share(plan)
+        return batch * sum(
+            chosen.cached_bytes(layer, tokens_cached(layer, self.tokens(context, layer)), share.stored_as(chosen))
+            for chosen, layer in zip(share.layers, share.spec.layers, strict=True)
+        )
 
     def share(self, plan: Plan) -> Plan:
         """What a rank caches, and attends over with `tokens` of a context."""
         if self == ONE_GPU:
             return plan
-        layers = tuple(self._heads(layer, self.tensor // self.context) for layer in plan.spec.layers)
+        layers = tuple(self._cached(layer) for layer in plan.spec.layers)
         chosen = tuple(dataclasses.replace(layer, topk=self.tokens(layer.topk)) for layer in plan.layers)
         return dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, layers=layers), layers=chosen)
 
@@ -67,7 +77,7 @@ class Ranks:
         they are cached, decompressed in the layout `latent`."""
         rank_heads = self._heads(layer, self.tensor)
         cost = projections(spec, rank_heads, chosen, tokens)
-        others = self._heads(layer, self.tensor // self.context).num_kv_heads - rank_heads.num_kv_heads
+        others = self._cached(layer).num_kv_heads - rank_heads.num_kv_heads
         if chosen.layout == "gqa":
             params = others * 2 * spec.hidden_size * layer.head_dim
             return cost + Cost(2.0 * params * tokens, params * spec.bits / 8)
@@ -99,17 +109,21 @@ class Ranks:
                 values = chosen.kv_lora_rank
             if chosen.layout == "latent_rope":
                 queries = chosen.kv_lora_rank + chosen.qk_rope_head_dim
-            numbers += (M - 1) * layer.num_heads / N * (queries + values)
+            if not layer.window:
+                numbers += (M - 1) * layer.num_heads / N * (queries + values)
         return tokens * numbers * ACTIVATION_BYTES
 
     def _part(self, cost: Cost) -> Cost:
         return Cost(cost.flops / self.tensor, cost.bytes / self.tensor)
 
+    def _cached(self, layer: LayerSpec) -> LayerSpec:
+        """The heads that a rank attends with and caches."""
+        return self._heads(layer, self.tensor if layer.window else self.tensor // self.context)
+
     def _heads(self, layer: LayerSpec, parts: int) -> LayerSpec:
-        """The heads of one of so many parts, and its part of the window."""
+        """The heads of one of so many parts."""
         heads, kv_heads = layer.num_heads // parts, layer.num_kv_heads // min(parts, layer.num_kv_heads)
-        window = layer.window and self.tokens(layer.window)
-        return dataclasses.replace(layer, num_heads=heads, num_kv_heads=kv_heads, window=window)
+        return dataclasses.replace(layer, num_heads=heads, num_kv_heads=kv_heads)
 
 
 ONE_GPU = Ranks()

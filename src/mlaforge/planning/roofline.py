@@ -53,7 +53,7 @@ class Step:
 
 def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1, ranks: Ranks = ONE_GPU) -> Step:
     """One step of `batch` requests with `queries` new tokens each and `context` cached ones, on each of `ranks`."""
-    tokens, share, rank_tokens = batch * queries, ranks.share(plan), ranks.tokens(context)
+    tokens, share = batch * queries, ranks.share(plan)
     costs = dict.fromkeys(PARTS, Cost(0.0, 0.0))
     seconds, limits = dict.fromkeys(PARTS, 0.0), defaultdict[str, float](float)
 
@@ -67,7 +67,7 @@ def decode_step(plan: Plan, gpu: Gpu, context: int, batch: int, queries: int = 1
     for layer, chosen, heads, cached in parts:
         stored = plan.stored_as(chosen)
         by_layout = stored == "bf16" and chosen.layout in {**gpu.row_bandwidths, **gpu.shares}
-        rows = chosen.layout if by_layout else stored
+        rows, rank_tokens = chosen.layout if by_layout else stored, ranks.tokens(context, layer)
         run("attention", attention_op(heads, cached, rank_tokens, batch, queries, stored, gpu.caches_keys), rows)
         run("attention", index_op(heads, cached, rank_tokens, batch), "index")
         run("projections", ranks.projections(plan.spec, layer, chosen, tokens), "weights")
@@ -163,7 +163,7 @@ class Row:
 
     def cache_bytes(self, batch: int) -> int:
         """Bytes of a GPU's cache of so many requests."""
-        return self.ranks.share(self.plan).cache_bytes(self.ranks.tokens(self.context), batch)
+        return self.ranks.cache_bytes(self.plan, self.context, batch)
 
 
 def compare(

@@ -39,15 +39,14 @@ def register() -> None:
 def _register_model(name: str, original: str) -> None:
     """Register the converted form `<name>ForCausalLM` of vLLM's architecture `original`."""
     from vllm import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
     from mlaforge.vllm_plugin.experts import checked_by
 
     # Registered by name, so that nothing is imported before a model is served.
     ModelRegistry.register_model(f"{name}ForCausalLM", f"mlaforge.vllm_plugin.model:{name}ForCausalLM")
     # vLLM's checks and settings for the original architecture.
-    if original in MODELS_CONFIG_MAP:
-        MODELS_CONFIG_MAP[f"{name}ForCausalLM"] = checked_by(MODELS_CONFIG_MAP[original])
+    MODELS_CONFIG_MAP[f"{name}ForCausalLM"] = checked_by(MODELS_CONFIG_MAP.get(original, VerifyAndUpdateConfig))
 
 
 def _refused(config_class: Any, reason: str) -> type:

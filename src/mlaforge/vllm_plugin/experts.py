@@ -14,11 +14,25 @@ from mlaforge.runtime import UserError, log
 
 
 def checked_by(base: Any) -> type:
-    """Return vLLM's config checks of an architecture, `base`, adapted to MXFP4. On a CPU the quantization is hidden,
-    because vLLM would reject it. On a GPU vLLM's kernels read experts as stored, under the name that `base` gives
-    GPT-OSS's variant."""
+    """Return vLLM's config checks of an architecture, `base`, adapted to MXFP4 and to context parallelism. On a CPU the
+    quantization is hidden, because vLLM would reject it. On a GPU vLLM's kernels read experts as stored, under the name
+    that `base` gives GPT-OSS's variant."""
 
     class Checked(base):
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            base.verify_and_update_config(vllm_config)
+            config = vllm_config.model_config
+            if vllm_config.parallel_config.decode_context_parallel_size > 1:
+                from vllm.platforms import current_platform
+
+                from mlaforge.vllm_plugin.shards import refuse
+
+                # Here, because what a worker raises is not what vLLM prints last.
+                refuse(vllm_config, current_platform.is_cpu())
+            else:
+                config.model_arch_config.total_num_kv_heads = config.hf_text_config.num_key_value_heads
+
         @staticmethod
         def verify_and_update_model_config(model_config: Any) -> None:
             from vllm.platforms import current_platform
@@ -32,6 +46,9 @@ def checked_by(base: Any) -> type:
                     if hasattr(config, "quantization_config"):
                         del config.quantization_config
             base.verify_and_update_model_config(model_config)
+            # For context parallelism vLLM wants more ranks than KV heads, of which rows have none. Checked before the
+            # number of ranks is known here.
+            read.total_num_kv_heads = 1
             if packed and read.quantization_config is not None:
                 # vLLM reads the method from this copy, which it renames only for the original's model_type. As plain
                 # mxfp4 it would separate gate and up rows that GPT-OSS interleaves.

@@ -1,7 +1,8 @@
 """Tensor parallelism: the heads of a rank, and its shards of the attention tensors.
 
 A rank has its share of the query heads and the KV heads that they read (a KV head of several ranks is replicated).
-Latents and rotary keys are computed and cached on every rank. The outputs of o_proj are summed over ranks.
+Latents and rotary keys are computed and cached on every rank. The outputs of o_proj are summed over ranks. Where a
+group of ranks shares out tokens (shards.py), each of them has the KV heads of the group.
 """
 
 from __future__ import annotations
@@ -15,19 +16,31 @@ QUERY_ROWS, KV_ROWS, QUERY_COLUMNS = ("q_proj", "q_b_proj", "sinks"), ("k_proj",
 
 
 class Heads:
-    """The heads of one rank."""
+    """The heads of one rank. grouped: with the KV heads of its group of `context` consecutive ranks."""
 
-    def __init__(self, num_kv_heads: int, rank: int, size: int):
-        self.rank, self.size = rank, size
+    def __init__(self, num_kv_heads: int, rank: int, size: int, context: int = 1, grouped: bool = False):
+        self.rank, self.size, self.num_kv_heads = rank, size, num_kv_heads
         # The KV heads are split into `kv_parts` equal parts, of which the rank has number `kv_part`.
-        self.kv_parts = min(size, num_kv_heads)
-        self.kv_part = rank * self.kv_parts // size
+        self.kv_parts, self.kv_part = self._part(rank, size)
+        # KV heads that the rank's query heads read, among those that it has.
+        self.kv_slice = slice(0, num_kv_heads // self.kv_parts)
+        if grouped:
+            parts, part = self._part(rank // context, size // context)
+            first = self.kv_part * self.kv_slice.stop - part * (num_kv_heads // parts)
+            self.kv_slice = slice(first, first + self.kv_slice.stop)
+            self.kv_parts, self.kv_part = parts, part
+
+    def _part(self, index: int, count: int) -> tuple[int, int]:
+        """Number of parts of the KV heads, and the part of ranks (or groups) number `index` of `count`."""
+        parts = min(count, self.num_kv_heads)
+        return parts, index * parts // count
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the config.json of a model with only these heads."""
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        rank_heads = {"num_attention_heads": heads // self.size, "num_key_value_heads": kv_heads // self.kv_parts}
+        kv_heads = self.num_kv_heads // self.kv_parts
+        rank_heads = {"num_attention_heads": heads // self.size, "num_key_value_heads": kv_heads}
         return {**config, **rank_heads, "head_dim": head_dim}
 
     def share(self, name: str, tensor: Tensor, by_head: bool = False) -> Tensor:

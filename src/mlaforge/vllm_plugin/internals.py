@@ -23,16 +23,19 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     "vllm:ModelRegistry": ("models", "register_model"),
     "vllm:__version__": (),
     "vllm.model_executor.models.config:MODELS_CONFIG_MAP": (),
-    "vllm.model_executor.models.config:VerifyAndUpdateConfig": ("verify_and_update_model_config",),
+    "vllm.model_executor.models.config:VerifyAndUpdateConfig": (
+        "verify_and_update_config", "verify_and_update_model_config",
+    ),
     # Configuration (model.py, row_cache.py, experts.py).
     "vllm.config:VllmConfig": (
         "cache_config", "compilation_config", "kv_transfer_config", "model_config", "parallel_config", "quant_config",
         "speculative_config",
     ),
     "vllm.config:ModelConfig": ("dtype", "get_head_size", "get_num_kv_heads", "hf_config", "hf_text_config"),
+    "vllm.config.model_arch:ModelArchitectureConfig": ("quantization_config", "total_num_kv_heads"),
     "vllm.config:ParallelConfig": (
-        "decode_context_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size",
-        "tensor_parallel_size",
+        "cp_kv_cache_interleave_size", "dcp_comm_backend", "dcp_q_replicate", "decode_context_parallel_size",
+        "pipeline_parallel_size", "prefill_context_parallel_size", "tensor_parallel_size",
     ),
     "vllm.config:CacheConfig": ("block_size", "cache_dtype"),
     "vllm.config:CompilationConfig": ("splitting_ops", "static_forward_context"),
@@ -48,6 +51,17 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     "vllm.distributed:get_tensor_model_parallel_rank": (),
     "vllm.distributed:get_tensor_model_parallel_world_size": (),
     "vllm.distributed.communication_op:tensor_model_parallel_all_reduce": (),
+    # Context parallelism (attention.py, row_cache.py): its group, the merge of partial attention, and a block that no
+    # request has, number 0.
+    "vllm.distributed:get_dcp_group": (),
+    "vllm.distributed.parallel_state:GroupCoordinator": ("all_gather",),
+    "vllm.distributed.parallel_state:get_dcp_world_size_and_rank": (),
+    "vllm.v1.attention.ops.dcp:cp_lse_ag_out_rs": (),
+    "vllm.v1.core.block_pool:BlockPool": (),
+    # The same on a CPU (cpu_shards.py): two kernels that are replaced.
+    "vllm.triton_utils.dispatcher:KernelOverride": (),
+    "vllm.v1.worker.block_table:ComputeSlotMappingKernel": ("kernel",),
+    "vllm.v1.attention.ops:dcp": ("correct_attn_out",),
     # The cache (row_cache.py): its layer, its backend, its specification and the metadata of a step.
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": (
         "bind_kv_cache", "get_attn_backend", "get_kv_cache_spec",
@@ -55,9 +69,9 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backend:AttentionBackend": ("get_builder_cls", "get_name", "supported_kv_cache_layouts"),
     "vllm.v1.attention.backend:AttentionMetadataBuilder": ("build",),
     "vllm.v1.attention.backend:CommonAttentionMetadata": (
-        "block_table_tensor", "is_prefilling", "num_reqs", "query_start_loc_cpu", "seq_lens",
+        "block_table_tensor", "is_prefilling", "num_reqs", "query_start_loc_cpu", "seq_lens", "slot_mapping",
     ),
-    "vllm.v1.kv_cache_interface:KVCacheSpec": ("block_size",),
+    "vllm.v1.kv_cache_interface:KVCacheSpec": ("block_size", "dcp_sharded"),
     "vllm.v1.kv_cache_interface:FullAttentionSpec": ("dtype", "head_size", "head_size_v", "num_kv_heads"),
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": (
         "dtype", "head_size", "head_size_v", "num_kv_heads", "sliding_window",

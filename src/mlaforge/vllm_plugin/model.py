@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from vllm import ModelRegistry
 from vllm.model_executor.layers.attention import Attention as StockAttention
+from vllm.platforms import current_platform
 
 from mlaforge import families
 from mlaforge.runtime import UserError
@@ -29,8 +30,10 @@ def refuse(vllm_config: Any) -> None:
     config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise UserError("converted models do not support pipeline parallelism: all layers share one cache")
-    if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise UserError("converted models do not support context parallelism: a rank reads complete rows")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise UserError(
+            "converted models do not support --prefill-context-parallel-size: use --decode-context-parallel-size"
+        )
     if (transfer := vllm_config.kv_transfer_config) is not None:
         raise UserError(
             f"KV connector {transfer.kv_connector} is not supported: it would read a row, which holds the bytes of all "
@@ -42,8 +45,8 @@ def refuse(vllm_config: Any) -> None:
             f"--kv-cache-dtype {kind} is not supported: rows are cached as the model was converted; use auto"
         )
     size, heads = parallel.tensor_parallel_size, config.num_attention_heads
-    kv_heads = config.num_key_value_heads
-    if heads % size or (kv_heads % size and size % kv_heads):
+    kv_heads, groups = config.num_key_value_heads, size // parallel.decode_context_parallel_size
+    if heads % size or any(kv_heads % parts and parts % kv_heads for parts in (size, groups)):
         raise UserError(f"{heads} query and {kv_heads} KV heads are not divisible among {size} tensor parallel ranks")
     family = families.family_of({"model_type": config.model_type.removesuffix("_mla")})
     for name, value in family.fixed.items():
@@ -86,6 +89,10 @@ def _make(name: str) -> type:
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         refuse(vllm_config)
+        if vllm_config.parallel_config.decode_context_parallel_size > 1 and current_platform.is_cpu():
+            from mlaforge.vllm_plugin.cpu_shards import register
+
+            register()
         with _without_windows(vllm_config.model_config.hf_config):
             original.__init__(self, vllm_config=vllm_config, prefix=prefix)
         compilation = vllm_config.compilation_config

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -31,6 +32,7 @@ from mlaforge.ops.row_formats.plain import Plain
 from mlaforge.ops.token_selection import KEY_TILE
 from mlaforge.runtime import UserError
 from mlaforge.vllm_plugin.pages import even_pages
+from mlaforge.vllm_plugin.shards import Shard, sharded_batch
 
 # Bytes at whose multiples the parts of a row with coded parts begin, so that kernels load whole words.
 CODED_ALIGNMENT = 16
@@ -60,9 +62,11 @@ class RowBatchBuilder(AttentionMetadataBuilder[Batch]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.window: int | None = getattr(kv_cache_spec, "sliding_window", None)
+        size, rank = get_dcp_world_size_and_rank(kv_cache_spec.dcp_sharded)
+        self.shard = Shard(rank, size)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
-        metadata = common_attn_metadata
+        metadata, count = common_attn_metadata, self.shard.count
         starts = metadata.query_start_loc_cpu[: metadata.num_reqs + 1].tolist()
         lengths = metadata.seq_lens[: metadata.num_reqs].tolist()
         prompts = metadata.is_prefilling
@@ -73,21 +77,27 @@ class RowBatchBuilder(AttentionMetadataBuilder[Batch]):
             # Padding requests have no tokens.
             if stop > start
         ]
-        tables = _Tables(metadata.block_table_tensor, chunks, self.kv_cache_spec.block_size, self.window)
-        return make_batch(chunks, tables, self.device)
+        rows = {chunk.seq: (count(chunk.start), count(chunk.stop)) for chunk in chunks}
+        tables = _Tables(metadata.block_table_tensor, rows, self.kv_cache_spec.block_size, self.window)
+        if self.shard.size == 1:
+            return make_batch(chunks, tables, self.device)
+        spans = [(chunk.seq, chunk.start, chunk.stop) for chunk in chunks]
+        slots_N = metadata.slot_mapping[: sum(stop - start for _, start, stop in spans)]
+        return sharded_batch(spans, tables, slots_N, self.shard, self.device)
 
 
 class _Tables:
-    """vLLM's block table of one group, in the interface that make_batch reads."""
+    """vLLM's block table of one group, in the interface that make_batch reads. rows: by sequence, the rows that the
+    step computes, from the first to behind the last."""
 
-    def __init__(self, table_SB: Tensor, chunks: Sequence[Chunk], block_size: int, window: int | None):
+    def __init__(self, table_SB: Tensor, rows: dict[int, tuple[int, int]], block_size: int, window: int | None):
         self.block_size = block_size
         self.groups = (CacheGroup("rows", 0, window),)
         self._table_SB = table_SB.cpu()
-        self._ends = {chunk.seq: -(-chunk.stop // block_size) for chunk in chunks}
+        self._ends = {seq: -(-stop // block_size) for seq, (_, stop) in rows.items()}
         # Blocks before the window are freed.
         self._firsts = {
-            chunk.seq: 0 if window is None else max(0, chunk.start - window + 1) // block_size for chunk in chunks
+            seq: 0 if window is None else max(0, start - window + 1) // block_size for seq, (start, _) in rows.items()
         }
 
     def table(self, seq: int, group: int) -> tuple[int, list[int]]:
@@ -156,7 +166,7 @@ class RowCache(AttentionLayerBase):
         }  # fmt: skip
         if self.window is None:
             return FullAttentionSpec(**fields)
-        return SlidingWindowSpec(**fields, sliding_window=self.window)
+        return SlidingWindowSpec(**fields, sliding_window=self.window, dcp_sharded=False)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Bind `kv_cache`, uint8 [blocks, 1, block_size, B]. vLLM may bind a small one first, for profiling."""

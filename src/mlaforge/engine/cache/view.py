@@ -161,6 +161,21 @@ def mutual_view(view: CacheView) -> CacheView:
     )  # fmt: skip
 
 
+def prefix_view(view: CacheView, lengths: Sequence[Sequence[int]]) -> CacheView:
+    """Return the view in which every query token is a sequence of its own, of the first rows of one of `view`.
+    `lengths`: per sequence, how many rows each of its query tokens sees; 0 is none. Writes no rows."""
+    sequences = [s for s, counts in enumerate(lengths) for _ in counts]
+    counts = [count for counts in lengths for count in counts]
+    N, device = len(counts), view.slots_N.device
+    sequence_N = on_device(sequences, torch.int64, device)
+    return dataclasses.replace(
+        view, block_table_SB=view.block_table_SB.index_select(0, sequence_N),
+        seq_lens_S=on_device(counts, torch.int32, device), first_S=view.first_S.index_select(0, sequence_N),
+        query_start_S1=torch.arange(N + 1, dtype=torch.int32, device=device), slots_N=view.slots_N[:0], runs=(),
+        max_query=1, max_seq_len=max(counts), queries=(1,) * N, lengths=tuple(counts), generating=(), selecting=(),
+    )  # fmt: skip
+
+
 def query_token_view(view: CacheView) -> CacheView:
     """Return the view in which each query token with a selection is a sequence that ends with it, as when it is decoded
     alone; `view` itself if that is the case. Other sequences stay whole. Nodes of a tree keep all of its rows, and
