@@ -83,8 +83,8 @@ def test_full_rank_gives_the_original_logits(full_rank, first_layers, loaded):
 
 
 def test_the_bf16_engine_has_the_originals_perplexity(full_rank, first_layers, loaded, evaluation_file):
-    """That of transformers in fp32, which is the original's, on 256 tokens: measured, within 2 %. Keys turned as if
-    they stood half as far lower it by a fifth in these few layers."""
+    """The mean loss of transformers in fp32, which is the original's, on 256 tokens: within 0.05, measured 0.015. Keys
+    turned as if they stood half as far change it by 0.23 in these few layers."""
     ids = source_model.load_tokenizer(first_layers)(evaluation_file.read_text())["input_ids"][:256]
     with torch.no_grad():
         wanted = loaded(torch.tensor([ids]), labels=torch.tensor([ids])).loss
