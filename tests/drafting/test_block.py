@@ -91,14 +91,17 @@ def plain_loss(model, rows, states):
                 if int(rows.ids[row, column + 1 + place]) not in target_ids:
                     continue
                 p = (states.final.view(2, 40, -1)[row, column + place] @ model.target_head.T).softmax(-1)
-                kl = (p * (p.log() - logits[place - 1].log_softmax(-1))).sum()
+                q, before = logits[place - 1], int(rows.ids[row, column + place])
+                if place > 1 and before in target_ids:
+                    q = q + model.student.markov_head(model.student.markov_embed.weight[target_ids.index(before)])
+                kl = (p * (p.log() - q.log_softmax(-1))).sum()
                 total = total + decay(model.drafted + 1) ** (place - 1) * kl
     return total / (len(rows) * model.per_row)
 
 
 def test_loss_matches_the_formula_from_the_first_place_on():
     """With gradients. The first drafted place counts, and most of all."""
-    model, rows, states = objective({"layers": 2, "fc_norm": True})
+    model, rows, states = objective({"layers": 2, "fc_norm": True, "markov_rank": 5})
     for parameter in model.student.parameters():
         parameter.requires_grad_(True)
     names = dict(model.student.named_parameters())

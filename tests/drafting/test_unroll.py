@@ -136,12 +136,16 @@ def plain_loss(model, rows, states):
                 if remaining[row, n] <= j or token not in head.target_ids.tolist():
                     continue
                 p = (states.final.view(*rows.ids.shape, -1)[row, column + 1 + j] @ model.target_head.T).double()
-                q = head.logits(out[row, n][None, None])[0, 0].double().log_softmax(-1)
+                q = head.logits(out[row, n][None, None])[0, 0].double()
+                before = int(rows.ids[row, column + 1 + j])
+                if head.config.markov_rank and j and before in head.target_ids.tolist():
+                    q = q + head.markov_head(head.markov_embed.weight[head.target_ids.tolist().index(before)])
+                q = q.log_softmax(-1)
                 total = total + DECAY**j * (p.softmax(-1) * (p.log_softmax(-1) - q)).sum()
     return total / (len(rows) * model.per_row)
 
 
-@pytest.mark.parametrize("name", ["plain", "all norms"])
+@pytest.mark.parametrize("name", ["plain", "all norms", "Markov"])
 def test_loss_matches_the_formula(name):
     model, rows, states = objective(SHAPES[name])
     names = dict(model.student.named_parameters())

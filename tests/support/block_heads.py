@@ -5,13 +5,14 @@ from transformers import LlamaConfig
 
 from mlaforge.checkpoint.block_head import write_head
 from mlaforge.modeling.block_head import BlockConfig, BlockHead
-from support.eagle3_heads import LAYER, randomized
+from support.eagle3_heads import LAYER, corrected, randomized
 
 HEADS = {
     "plain": {},
     "two layers": {"layers": 2, "fc_norm": True, "draft_vocab_size": 260},
     "window": {"sliding_window": 9, "layers": 2},
     "long block": {"block_size": 9, "boundaries": (1, 2)},
+    "Markov": {"markov_rank": 6},
 }
 
 
@@ -36,4 +37,4 @@ def draft_logits(head, oracle, token_ids, drafted):
     out = oracle.model(torch.tensor([token_ids]), output_hidden_states=True)
     states = torch.cat([out.hidden_states[boundary] for boundary in head.config.boundaries], dim=-1)[:, :-1]
     newest = oracle.model.get_input_embeddings()(torch.tensor(token_ids[-1:]))
-    return head.logits(head(states.float(), newest, len(drafted)))[0]
+    return corrected(head, head.logits(head(states.float(), newest, len(drafted)))[0], drafted)

@@ -21,6 +21,7 @@ HEADS = {
     "all norms": {**ALL, "draft_vocab_size": 260},
     "window": {"sliding_window": 9, "norm_before_residual": True},
     "parallel": {"mask_token_id": 5, "fc_norm": True},
+    "Markov": {"mask_token_id": 5, "markov_rank": 8},
     "another size": {"layer": {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20},
                      "has_embed_tokens": True, "norm_before_residual": True},
 }  # fmt: skip
@@ -51,6 +52,16 @@ def saved(folder, **fields):
 
 
 @torch.no_grad()
+def corrected(head, logits, drafted):
+    """Return logits of a head's places with its Markov correction, from the whole table of what follows each token."""
+    if head.config.markov_rank:
+        follows = head.markov_embed.weight @ head.markov_head.weight.T
+        for place, token in enumerate(drafted[:-1], start=1):
+            logits[place] += follows[head.target_ids.tolist().index(token)]
+    return logits
+
+
+@torch.no_grad()
 def draft_logits(head, oracle, token_ids, drafted):
     """Return the head's logits for `drafted` after token_ids, with a full pass per token."""
     ids, window = torch.tensor([token_ids]), head.config.sliding_window
@@ -69,7 +80,7 @@ def draft_logits(head, oracle, token_ids, drafted):
         if token is not None:
             token = head.config.mask_token_id if masked else token
             rest = torch.cat((rest, torch.tensor([[token]])), dim=1)
-    return torch.stack(logits[:-1])
+    return corrected(head, torch.stack(logits[:-1]), drafted)
 
 
 def recorded(drafter, least=0.0):

@@ -36,7 +36,7 @@ def head_config(directory: Path, config_dict: dict[str, Any], num_layers: int | 
     from transformers import LlamaConfig
 
     check_config(config_dict)
-    check(config_dict, RULES, "config.json")
+    check(config_dict, {**RULES, "markov_rank": whole(0)}, "config.json")
     if missing := [name for name in RULES if not config_dict.get(name)]:
         raise UserError(f"{directory}: config.json has no {missing[0]}, which a block head needs")
     boundaries = tuple(int(number) for number in config_dict["boundaries"])
@@ -50,6 +50,7 @@ def head_config(directory: Path, config_dict: dict[str, Any], num_layers: int | 
         return BlockConfig(
             layer, config_dict["target_hidden_size"], config_dict["draft_vocab_size"], boundaries,
             config_dict["block_size"], config_dict.get("sliding_window"), bool(config_dict.get("fc_norm", False)),
+            config_dict.get("markov_rank", 0),
         )  # fmt: skip
     except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{directory}: config.json makes no block head: {' '.join(str(error).split())}") from error
@@ -72,5 +73,6 @@ def write_head(head: BlockHead, directory: Path, dtype: torch.dtype = torch.floa
         "num_hidden_layers": config.layer.num_hidden_layers, **{name: layer[name] for name in LAYER_FIELDS},
         "target_hidden_size": config.target_hidden_size, "draft_vocab_size": config.draft_vocab_size,
         "sliding_window": config.sliding_window, "block_size": config.block_size,
-        "boundaries": list(config.boundaries), "fc_norm": config.fc_norm, "tie_word_embeddings": False,
+        "boundaries": list(config.boundaries), "fc_norm": config.fc_norm, "markov_rank": config.markov_rank,
+        "tie_word_embeddings": False,
     })  # fmt: skip

@@ -44,6 +44,7 @@ RULES = {
     "target_hidden_size": COUNT,
     "draft_vocab_size": COUNT,
     "mask_token_id": whole(0),
+    "markov_rank": whole(0),
     "eagle_config": OBJECT,
     "eagle_aux_hidden_state_layer_ids": list_of(whole(-1)),
 }
@@ -104,7 +105,7 @@ def head_config(
             layer, int(config_dict.get("target_hidden_size") or layer.hidden_size),
             int(config_dict.get("draft_vocab_size") or layer.vocab_size), boundaries,
             config_dict.get("sliding_window"), has_embed_tokens=has_embedding,
-            mask_token_id=config_dict.get("mask_token_id"),
+            mask_token_id=config_dict.get("mask_token_id"), markov_rank=config_dict.get("markov_rank", 0),
             **{name: bool(eagle.get(name, False)) for name in SWITCHES},
         )  # fmt: skip
     except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
@@ -245,6 +246,7 @@ def write_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.flo
         "eagle_aux_hidden_state_convention": CONVENTIONS[0], "tie_word_embeddings": False, "torch_dtype": None,
         **{name: getattr(config, name) for name in SWITCHES},
         **({} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}),
+        **({"markov_rank": config.markov_rank} if config.markov_rank else {}),
     }  # fmt: skip
     save_tensors(head, directory, dtype, config_json)
 

@@ -23,6 +23,7 @@ from mlaforge.drafting.block_init import initialize_block_head
 from mlaforge.drafting.config import DraftTrainConfig
 from mlaforge.drafting.head_kind import HeadKind, boundaries, layer_config
 from mlaforge.drafting.initialize import Text
+from mlaforge.drafting.markov import with_markov
 from mlaforge.drafting.objective import DraftObjective, States, visible
 from mlaforge.modeling.block_head import BlockConfig, BlockHead
 from mlaforge.runtime import UserError
@@ -108,7 +109,7 @@ class BlockKind(HeadKind):
         return BlockConfig(
             layer_config(source, config, config.layers), spec.hidden_size, size,
             boundaries(config.boundaries, spec.num_layers), config.block_size, config.sliding_window or None,
-            fc_norm=True,
+            fc_norm=True, markov_rank=config.markov_rank,
         )  # fmt: skip
 
     def make(self, shape: BlockConfig) -> BlockHead:
@@ -117,10 +118,10 @@ class BlockKind(HeadKind):
     def initialize(self, head: BlockHead, text: Text, target_head: Tensor, seed: int) -> None:
         initialize_block_head(head, text, target_head, seed)
 
-    def adopt(self, head: DraftHead, source: SourceModel, seed: int) -> BlockHead:
+    def adopt(self, head: DraftHead, source: SourceModel, config: DraftTrainConfig) -> BlockHead:
         if not isinstance(head, BlockHead):
             raise UserError("the head is no block head; give another --kind or --init")
-        return head
+        return with_markov(head, config.markov_rank)
 
     def objective(
         self, head: BlockHead, target: Any, embedding: Tensor, target_head: Tensor, config: DraftTrainConfig,

@@ -72,6 +72,10 @@ class DraftTrainConfig(Options):
         most=MAX_DRAFT_TOKENS + 1,
     )  # fmt: skip
     layers: int = option(1, "layers of a new head (block)", "layers", least=1)
+    markov_rank: int = option(
+        64, "rank of the correction of a place by the token drafted before it, 0: none (block, parallel); where --init "
+        "has one, that is used", "dimensions", least=0,
+    )  # fmt: skip
     steps: int = option(1000, "optimiser steps", "steps", least=0)
     batch_tokens: int = option(2048, "batch size of a step, with prompts and padding", "tokens", least=1)
     micro_tokens: int = option(2048, "micro-batch size; gradients accumulate over a batch", "tokens", least=1)

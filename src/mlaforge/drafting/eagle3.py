@@ -13,6 +13,7 @@ from mlaforge.checkpoint.source_model import SourceModel
 from mlaforge.drafting.config import DraftTrainConfig
 from mlaforge.drafting.head_kind import HeadKind, boundaries, layer_config
 from mlaforge.drafting.initialize import Text, initialize_head
+from mlaforge.drafting.markov import with_markov
 from mlaforge.drafting.objective import DraftObjective
 from mlaforge.drafting.unroll import UnrolledHead
 from mlaforge.modeling.eagle3 import Eagle3Config, Eagle3Head
@@ -41,7 +42,7 @@ class Eagle3Kind(HeadKind):
     def initialize(self, head: Eagle3Head, text: Text, target_head: Tensor, seed: int) -> None:
         initialize_head(head, text, target_head, seed)
 
-    def adopt(self, head: DraftHead, source: SourceModel, seed: int) -> Eagle3Head:
+    def adopt(self, head: DraftHead, source: SourceModel, config: DraftTrainConfig) -> Eagle3Head:
         if not isinstance(head, Eagle3Head) or head.config.mask_token_id is not None:
             raise UserError("the head is no EAGLE-3 head that drafts token by token; give another --kind or --init")
         return head
@@ -63,20 +64,21 @@ class ParallelKind(Eagle3Kind):
     name = "parallel"
 
     def new_config(self, source: SourceModel, config: DraftTrainConfig, size: int) -> Eagle3Config:
-        return dataclasses.replace(super().new_config(source, config, size), mask_token_id=mask_token(source))
+        plain = super().new_config(source, config, size)
+        return dataclasses.replace(plain, mask_token_id=mask_token(source), markov_rank=config.markov_rank)
 
     def initialize(self, head: Eagle3Head, text: Text, target_head: Tensor, seed: int) -> None:
         super().initialize(head, text, target_head, seed)
         randomize_mask(head, seed)
 
-    def adopt(self, head: DraftHead, source: SourceModel, seed: int) -> Eagle3Head:
+    def adopt(self, head: DraftHead, source: SourceModel, config: DraftTrainConfig) -> Eagle3Head:
         if isinstance(head, Eagle3Head) and head.config.mask_token_id is not None:
-            return head
-        plain = super().adopt(head, source, seed)
+            return with_markov(head, config.markov_rank)
+        plain = super().adopt(head, source, config)
         masked = Eagle3Head(dataclasses.replace(plain.config, mask_token_id=mask_token(source)))
         masked.load_state_dict({**masked.state_dict(), **plain.state_dict()})
-        randomize_mask(masked, seed)
-        return masked
+        randomize_mask(masked, config.seed)
+        return with_markov(masked, config.markov_rank)
 
 
 def mask_token(source: SourceModel) -> int:

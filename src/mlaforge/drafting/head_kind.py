@@ -38,7 +38,7 @@ class HeadKind(abc.ABC):
         vocabulary."""
 
     @abc.abstractmethod
-    def adopt(self, head: Any, source: SourceModel, seed: int) -> Any:
+    def adopt(self, head: Any, source: SourceModel, config: DraftTrainConfig) -> Any:
         """Return the head of option --init as one of this kind. Raises UserError for a head of another kind."""
 
     @abc.abstractmethod

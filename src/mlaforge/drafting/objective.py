@@ -88,11 +88,9 @@ class DraftObjective(nn.Module, abc.ABC):
         self.student, self.teacher = head.requires_grad_(False), target
         self.embedding, self.target_head = embedding, target_head
         self.drafted, self.decay, self.per_row = drafted, decay, per_row
-        vocabulary = head.config.layer.vocab_size
-        self.proposed = torch.zeros(vocabulary, dtype=torch.bool, device=embedding.device)
-        self.proposed[head.target_ids] = True
-        # A copy, because `head.target_ids` is computed from tensors that may be sharded.
-        self.target_ids = head.target_ids.clone()
+        # Copies, because `head.target_ids` is computed from tensors that may be sharded.
+        self.target_ids, self.draft_ids = head.target_ids.clone(), head.draft_ids()
+        self.markov = bool(head.config.markov_rank)
 
     def parts(self) -> list[tuple[Any, list[nn.Module]]]:
         """Return head and target, each with the layers to shard one by one."""
@@ -106,18 +104,22 @@ class DraftObjective(nn.Module, abc.ABC):
         states = states or capture(self.teacher, rows, self.student.config.boundaries)
         at_BA, remaining_BA = columns(rows)
         row_offsets = torch.arange(len(rows), device=at_BA.device)[:, None] * rows.ids.shape[1]
-        outputs, state_rows, weights = [], [], []
+        outputs, previous, state_rows, weights = [], [], [], []
         for j, out_BAC in enumerate(self.outputs(rows, states, at_BA)):
-            counts = (remaining_BA > j) & self.proposed[self.token(rows, at_BA, 2 + j)]
+            counts = (remaining_BA > j) & (self.draft_ids[self.token(rows, at_BA, 2 + j)] >= 0)
             outputs.append(self.student.norm(out_BAC[counts]))
+            previous.append(self.previous(rows, at_BA, j)[counts])
             state_rows.append((row_offsets + at_BA + 1 + j)[counts])
             weights.append(torch.full_like(state_rows[-1], self.decay**j, dtype=torch.float32))
         # Adjacent where the target's logits are the same, as SharedTargets needs.
         order = torch.cat(state_rows).argsort(stable=True)
         targets = SharedTargets(states.final.to(self.target_head.dtype), self.target_head, torch.cat(state_rows)[order])
         share = torch.cat(weights)[order] / (len(rows) * self.per_row)
-        hidden = torch.cat(outputs)[order]
-        loss, _, _ = distillation_loss(hidden, self.student.lm_head.weight, targets, 1.0, weights_N=share)
+        hidden, head = torch.cat(outputs)[order], self.student.lm_head.weight
+        if self.markov:
+            hidden = torch.cat((hidden, self.student.follows(torch.cat(previous)[order])), dim=-1)
+            head = torch.cat((head, self.student.markov_head.weight), dim=-1)
+        loss, _, _ = distillation_loss(hidden, head, targets, 1.0, weights_N=share)
         return loss[None]
 
     @abc.abstractmethod
@@ -132,9 +134,17 @@ class DraftObjective(nn.Module, abc.ABC):
         at_BA, remaining_BA = columns(rows)
         correct = []
         for j, out_BAC in enumerate(self.outputs(rows, states, at_BA)):
-            drafted = self.target_ids[self.student.logits(out_BAC).argmax(-1)]
+            logits = self.student.logits(out_BAC)
+            if self.markov:
+                logits = logits + self.student.markov_head(self.student.follows(self.previous(rows, at_BA, j)))
+            drafted = self.target_ids[logits.argmax(-1)]
             correct.append((drafted == self.token(rows, at_BA, 2 + j)) & (remaining_BA > j))
         return torch.stack(correct, dim=-1)
+
+    def previous(self, rows: Rows, at_BA: Tensor, j: int) -> Tensor:
+        """Return the draft token before drafted token j, as if all earlier drafts were accepted, [B, A]; -1 before the
+        first, whose pass knows the newest token."""
+        return self.draft_ids[self.token(rows, at_BA, 1 + j)] if j else torch.full_like(at_BA, -1)
 
     def token(self, rows: Rows, at_BA: Tensor, offset: int) -> Tensor:
         """Return the tokens `offset` positions after the columns, [B, A]; arbitrary beyond the end of the row."""

@@ -30,6 +30,7 @@ from mlaforge.drafting.config import DraftTrainConfig
 from mlaforge.drafting.dataset import TEXT_FILE, TRAIN_STAGE, Answer, read_answers, split, training_texts
 from mlaforge.drafting.eagle3 import Eagle3Kind, ParallelKind
 from mlaforge.drafting.head_kind import HeadKind
+from mlaforge.drafting.markov import initialize_markov
 from mlaforge.drafting.objective import States, Validation, capture, columns
 from mlaforge.families.spec import ModelSpec
 from mlaforge.modeling.latent_attention_mla import FUSED
@@ -105,7 +106,7 @@ def run(model: str, out: Path, config: DraftTrainConfig, overwrite: bool = False
         if config.vocabulary or config.boundaries or config.kv_heads:
             raise UserError("--init defines vocabulary, boundaries and key-value heads; do not give them as options")
         _check_init(init_head.config, spec, config)
-        init_head = kind.adopt(init_head, source, config.seed)
+        init_head = kind.adopt(init_head, source, config)
         ids, shape = init_head.target_ids, init_head.config
     group = distributed.init_process_group(resolve_device(config.device))
     check_divisible(texts.feed, group.world_size)
@@ -147,14 +148,20 @@ def _check_init(head: DraftConfig, spec: ModelSpec, config: DraftTrainConfig) ->
 
 
 def _initialized_head(
-    kind: HeadKind, shape: Any, ids: Tensor, rows: packing.Rows, states: Callable[[packing.Rows], States],
-    embedding: Tensor, target_head: Tensor, seed: int, work: TensorStore, group: distributed.ProcessGroup,
+    kind: HeadKind, shape: Any, ids: Tensor, init_head: Any, rows: packing.Rows,
+    states: Callable[[packing.Rows], States], embedding: Tensor, target_head: Tensor, seed: int, work: TensorStore,
+    group: distributed.ProcessGroup,
 ) -> Any:  # fmt: skip
-    """Return a head initialised by its kind, computed once, by rank 0."""
+    """Return `init_head`, or a new head initialised by its kind, with a Markov correction: computed once, by rank 0."""
     head = kind.make(shape)
     if "start" not in work and group.is_main_process:
         text = initialize.Text(rows, states, embedding.float(), shape.layer.rms_norm_eps)
-        kind.initialize(head, text, target_head, seed)
+        head.load_state_dict({**head.state_dict(), **buffers(shape, ids)})
+        if init_head is None:
+            kind.initialize(head, text, target_head, seed)
+        else:
+            head.load_state_dict(init_head.state_dict())
+        initialize_markov(head, text, target_head)
         work["start"] = dict(head.named_parameters())
     group.barrier()
     head.load_state_dict({**buffers(shape, ids), **work["start"]})
@@ -196,8 +203,8 @@ def _train(
             states: Callable[[packing.Rows], States] = functools.partial(cache, 0)
         else:
             states = functools.partial(capture, target, boundaries=shape.boundaries)
-        head = init_head or _initialized_head(
-            kind, shape, ids, rows, states, embedding, target_head, config.seed, work, group
+        head = _initialized_head(
+            kind, shape, ids, init_head, rows, states, embedding, target_head, config.seed, work, group
         )
     head = head.to(device, param_dtype)
     parameters = sum(tensor.numel() for tensor in head.parameters())

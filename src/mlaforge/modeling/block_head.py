@@ -29,6 +29,7 @@ class BlockConfig:
     block_size      tokens of the longest block, the newest token included
     sliding_window  the last position of a block and the ones before it that its tokens see; None for all
     fc_norm         one norm per captured state
+    markov_rank     of the Markov correction (draft_vocabulary.py); 0: none
     """
 
     layer: Any
@@ -38,6 +39,7 @@ class BlockConfig:
     block_size: int
     sliding_window: int | None = None
     fc_norm: bool = False
+    markov_rank: int = 0
     has_embed_tokens: ClassVar[bool] = False
 
 

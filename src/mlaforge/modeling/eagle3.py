@@ -38,6 +38,7 @@ class Eagle3Config:
     has_embed_tokens      the head has `embed_tokens`; otherwise it uses the target's
     mask_token_id         of a head that drafts all tokens in one pass (P-EAGLE, arXiv:2602.01469): after the first, the
                           input is this token and the learnt `mask_state` instead of the drafted token and its state
+    markov_rank           of such a head's Markov correction (draft_vocabulary.py); 0: none
     """
 
     layer: Any
@@ -51,6 +52,7 @@ class Eagle3Config:
     norm_output: bool = False
     has_embed_tokens: bool = False
     mask_token_id: int | None = None
+    markov_rank: int = 0
 
 
 class Eagle3Attention(nn.Module):

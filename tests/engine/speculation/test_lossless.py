@@ -289,8 +289,8 @@ LONG, SOME = 8192, 16
 FAMILIES = [("llama", None), ("gpt_oss", None), ("mistral", "latent_rope"), ("qwen3", "latent")]
 HEADS = {
     "eagle3": eagle3_heads.saved,
-    "parallel": functools.partial(eagle3_heads.saved, mask_token_id=5),
-    "block": block_heads.saved,
+    "parallel": functools.partial(eagle3_heads.saved, mask_token_id=5, markov_rank=8),
+    "block": functools.partial(block_heads.saved, markov_rank=8),
 }
 # Drafter, lengths of prompts, drafted tokens; `tree`: one prompt alone, with trees of so many tokens; `spare`: blocks
 # besides those of the longest text, so that some prompts are preempted and computed again.

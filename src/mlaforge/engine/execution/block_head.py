@@ -17,7 +17,7 @@ from mlaforge.checkpoint.eagle3 import check_head
 from mlaforge.engine.cache.view import mutual_view
 from mlaforge.engine.execution.attention import PagedGroupedQueryAttention, Step
 from mlaforge.engine.execution.batch import Batch
-from mlaforge.engine.execution.draft_head import convert, head_format, head_tag
+from mlaforge.engine.execution.draft_head import MarkovCorrection, convert, head_format, head_tag
 from mlaforge.engine.execution.linear import fused, vocabulary_head
 from mlaforge.engine.execution.mlp import GatedMlp
 from mlaforge.engine.execution.model import EngineModel
@@ -64,6 +64,7 @@ class PagedBlockHead:
             norm(head.norm),
             vocabulary_head(head.lm_head.weight, format, head_tag(config.draft_vocab_size, model)),
         )
+        self.markov = MarkovCorrection(head, format) if config.markov_rank else None
         self.angles = RotaryEmbedding(head.rotary(), config.layer.head_dim, model.dtype)
 
     def store(self, states_NS: Tensor, batch: Batch) -> None:

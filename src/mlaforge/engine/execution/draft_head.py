@@ -24,6 +24,9 @@ from mlaforge.ops import native
 from mlaforge.ops.paged_rows import PagedRows
 from mlaforge.ops.row_formats.plain import Plain, dtype_name
 
+# Tables that are read row by row: they are never quantized.
+EMBEDDINGS = ("embed_tokens.", "markov_embed.")
+
 
 def head_caches(config: DraftConfig, group: int, dtype: torch.dtype) -> list[LayerCache]:
     """Cache of each of the head's layers, in cache group `group`: rows are always in the model's dtype."""
@@ -45,7 +48,7 @@ def convert(head: DraftHead, dtype: torch.dtype, format: str) -> None:
     """Convert the head to the model's dtype, in place, except matrices that will be quantized: they are rounded once,
     and a head that is stored in int8 gets the same codes again."""
     for name, parameter in head.named_parameters():
-        quantized = format in QUANTIZED and parameter.ndim == 2 and not name.startswith("embed_tokens.")
+        quantized = format in QUANTIZED and parameter.ndim == 2 and not name.startswith(EMBEDDINGS)
         if not quantized:
             parameter.data = parameter.data.to(dtype)
 
@@ -53,6 +56,19 @@ def convert(head: DraftHead, dtype: torch.dtype, format: str) -> None:
 def head_tag(draft_vocab_size: int, model: EngineModel) -> str:
     """Return the tag of a draft head's product with its vocabulary, for records of shapes."""
     return "draft_lm_head" if draft_vocab_size == model.spec.vocab_size else "draft_lm_head_smallvoc"
+
+
+class MarkovCorrection:
+    """Logits that drafted tokens add to the places after them (modeling/draft_vocabulary.py)."""
+
+    def __init__(self, head: DraftHead, format: str):
+        self.embed, self.draft_ids = head.markov_embed.weight, head.draft_ids()
+        self.head = vocabulary_head(head.markov_head.weight, format, "draft_markov")
+
+    def __call__(self, token_ids_N: Tensor) -> Tensor:
+        """Return logits [N, V] from target token ids."""
+        logits: Tensor = self.head(F.embedding(self.draft_ids[token_ids_N], self.embed))
+        return logits
 
 
 class PagedDraftHead:
@@ -78,6 +94,7 @@ class PagedDraftHead:
         tag = head_tag(config.draft_vocab_size, model)
         self.norm, self.lm_head = norm(head.norm), vocabulary_head(head.lm_head.weight, self.format, tag)
         self.mask_state = None if config.mask_token_id is None else head.mask_state.detach()
+        self.markov = MarkovCorrection(head, self.format) if config.markov_rank else None
         self.angles = RotaryEmbedding(head.rotary(), self.attention.head_dim, model.dtype)
 
     def fused(self, states_NS: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Legend: N rows, S sequences, K drafted tokens, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Protocol
@@ -23,7 +24,14 @@ from mlaforge.engine.execution.block_head import MASK, PagedBlockHead
 from mlaforge.engine.execution.model import EngineModel
 from mlaforge.engine.execution.nvtx import span
 from mlaforge.engine.request.sequence import Sequence
-from mlaforge.engine.speculation.draft_sampling import DraftToken, cut, read_drafts, sample_drafts
+from mlaforge.engine.speculation.draft_sampling import (
+    DraftRows,
+    DraftToken,
+    cut,
+    read_drafts,
+    sample_drafts,
+    sample_places,
+)
 from mlaforge.engine.speculation.drafter import Draft, Drafter
 from mlaforge.modeling.block_head import BlockHead
 from mlaforge.ops.paged_rows import PagedRows
@@ -41,7 +49,7 @@ class Watcher(Protocol):
 
 class BlockDrafter(Drafter):
     """Drafts a chain per sequence, greedily for greedy requests, otherwise each token sampled from the distribution of
-    its place, which does not depend on the tokens of the other places.
+    its place, which depends on no other token of the block, or, with a Markov correction, on the one before.
 
     head        the draft head; it takes dtype, device, weight format and embedding from `model`
     rows        the cache of its layers
@@ -101,10 +109,13 @@ class BlockDrafter(Drafter):
         self, sequences: Items[Sequence], blocks: list[list[int]], batch: Batch, probabilities: bool
     ) -> list[list[DraftToken]]:
         """Run the head on blocks; return what stands at the places of each, with probabilities on demand, else 1."""
-        rows = [s for s, block in zip(sequences, blocks, strict=True) for _ in block[1:]]
-        drafted = read_drafts([
-            sample_drafts(self.head(blocks, batch), rows, self.target_ids, self.model.spec.vocab_size, probabilities)
-        ])  # fmt: skip
+
+        def sample(logits_RV: Tensor, rows: list[Sequence]) -> DraftRows:
+            return sample_drafts(logits_RV, rows, self.target_ids, self.model.spec.vocab_size, probabilities)
+
+        logits_RV, row = self.head(blocks, batch), itertools.count()
+        places = [(s, [next(row) for _ in block[1:]]) for s, block in zip(sequences, blocks, strict=True)]
+        drafted = read_drafts(sample_places(logits_RV, places, self.head.markov, sample))
         if self.watcher is not None:
             for sequence in sequences:
                 self.watcher.filled(sequence, [place.token_id for place in drafted[sequence]])

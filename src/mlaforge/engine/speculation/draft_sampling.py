@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from mlaforge.engine.request.sequence import Sequence
 from mlaforge.engine.sampling.sampler import likeliest
 from mlaforge.engine.speculation.drafter import Draft
+from mlaforge.runtime import on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,29 @@ def sample_drafts(
             qs[i] = distribution_V.new_zeros(vocabulary).index_copy_(0, target_ids, distribution_V)
     ones_R = torch.ones(len(tokens_R), dtype=torch.float64, device=tokens_R.device)
     return DraftRows(sequences, target_ids[tokens_R], highest_probability(logits_RV) if probabilities else ones_R, qs)
+
+
+def sample_places(
+    logits_RV: Tensor, places: Items[tuple[Sequence, Items[int]]], markov: Callable[[Tensor], Tensor] | None,
+    sample: Callable[[Tensor, list[Sequence]], DraftRows],
+) -> list[DraftRows]:  # fmt: skip
+    """Return the draft tokens of one pass. With `markov`, which returns the logits that tokens add to the places after
+    them, they are sampled place by place.
+
+    places: the rows of each sequence. sample: as sample_drafts."""
+    if markov is None:
+        sequence_of = {row: sequence for sequence, rows in places for row in rows}
+        return [sample(logits_RV, [sequence_of[row] for row in range(len(logits_RV))])]
+    # Sequences with more places first: those that have a place at some depth are the first ones.
+    places = sorted(places, key=lambda item: -len(item[1]))
+    parts: list[DraftRows] = []
+    for depth in range(len(places[0][1])):
+        active = [(sequence, rows[depth]) for sequence, rows in places if len(rows) > depth]
+        logits_SV = logits_RV.index_select(0, on_device([row for _, row in active], torch.int64, logits_RV.device))
+        if parts:
+            logits_SV = logits_SV + markov(parts[-1].token_ids_R[: len(active)])
+        parts.append(sample(logits_SV, [sequence for sequence, _ in active]))
+    return parts
 
 
 def read_drafts(parts: Items[DraftRows]) -> dict[Sequence, list[DraftToken]]:

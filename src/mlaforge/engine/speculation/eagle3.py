@@ -12,6 +12,7 @@ Legend: N rows, S sequences, C hidden size of the head, K drafted tokens, V voca
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -36,6 +37,7 @@ from mlaforge.engine.speculation.draft_sampling import (
     highest_probability,
     read_drafts,
     sample_drafts,
+    sample_places,
 )
 from mlaforge.engine.speculation.drafter import Draft, Drafter, ancestry
 from mlaforge.modeling.eagle3 import Eagle3Head
@@ -169,14 +171,15 @@ class EagleDrafter(Drafter):
     def _parallel(self, active: list[tuple[Sequence, int]], out_SC: Tensor, min_probability: float) -> list[DraftRows]:
         """As `_chains` for a head with masks: all tokens after the first from one pass."""
         assert self.head.mask_state is not None
-        masked = [sequence for sequence, count in active for _ in range(count - 1)]
-        if masked:
+        if masked := sum(count - 1 for _, count in active):
             chunks = [_draft_rows(sequence, 0, count - 1) for sequence, count in active if count > 1]
-            ids_N = self._ids([self.head.config.mask_token_id or 0] * len(masked))
-            mask_NC = self.head.mask_state.expand(len(masked), -1)
+            ids_N = self._ids([self.head.config.mask_token_id or 0] * masked)
+            mask_NC = self.head.mask_state.expand(masked, -1)
             out_SC = torch.cat((out_SC, self.head(mask_NC, ids_N, self._make_batch(chunks))))
-        rows = [*(sequence for sequence, _ in active), *masked]
-        return [self._sample(self.head.logits(out_SC), rows, bool(min_probability))]
+        after = itertools.count(len(active))
+        places = [(s, [row, *itertools.islice(after, count - 1)]) for row, (s, count) in enumerate(active)]
+        sample = functools.partial(self._sample, probabilities=bool(min_probability))
+        return sample_places(self.head.logits(out_SC), places, self.head.markov, sample)
 
     def _replayed(
         self, active: list[tuple[Sequence, int]], out_SC: Tensor, probabilities: bool
