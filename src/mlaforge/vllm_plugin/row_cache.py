@@ -166,7 +166,9 @@ class RowCache(AttentionLayerBase):
         }  # fmt: skip
         if self.window is None:
             return FullAttentionSpec(**fields)
-        return SlidingWindowSpec(**fields, sliding_window=self.window, dcp_sharded=False)
+        # Windows are whole on every rank. With one rank vLLM would look for a layout that only several need.
+        whole = vllm_config.parallel_config.decode_context_parallel_size > 1
+        return SlidingWindowSpec(**fields, sliding_window=self.window, dcp_sharded=not whole)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Bind `kv_cache`, uint8 [blocks, 1, block_size, B]. vLLM may bind a small one first, for profiling."""
