@@ -267,10 +267,28 @@ def test_kinds_of_heads_to_start_from(train_head, tmp_path):
     assert all(head.config.mask_token_id is not None and float(head.mask_state.std()) > 0.5 for head in states)
     for name, tensor in old.state_dict().items():
         torch.testing.assert_close(states[0].state_dict()[name], tensor, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(states[1].mask_state, states[0].mask_state, rtol=1e-3, atol=1e-3)
+    for name in ("mask_state", "markov_embed.weight", "markov_head.weight"):
+        torch.testing.assert_close(*(head.state_dict()[name] for head in states), rtol=1e-3, atol=1e-3)
     for kind, init in (("eagle3", "first"), ("eagle3", "block"), ("parallel", "block"), ("block", "eagle3")):
         with pytest.raises(UserError, match="give another --kind or --init"):
             train_head("other", kind=kind, init=str(tmp_path / init), **options)
+
+
+@pytest.mark.parametrize(("kind", "init"), [("parallel", False), ("parallel", True), ("block", False)])
+def test_the_markov_correction_starts_as_what_follows_each_token(kind, init, train_head, tmp_path):
+    """The target counts in steps of 1 to 4."""
+    options = {"kind": kind, "steps": 0}
+    if init:
+        (tmp_path / "eagle3").mkdir()
+        draft_head.write_head(
+            make(layer={"head_dim": 8, "num_attention_heads": 4}, tokens=list(range(256)), boundaries=(1, 2, 3)),
+            tmp_path / "eagle3", torch.float32,
+        )  # fmt: skip
+        options |= {"init": str(tmp_path / "eagle3"), "boundaries": None}
+    head = read_head(train_head(**options)[0], 3)
+    likeliest = head.target_ids[(head.markov_embed.weight @ head.markov_head.weight.T).argmax(1)]
+    steps = (likeliest - head.target_ids) % 256
+    assert float(((steps > 0) & (steps < 5)).float().mean()) > 0.8
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "parallel", "block"])

@@ -33,9 +33,7 @@ def with_markov(head: Any, rank: int) -> Any:
 
 @torch.no_grad()
 def initialize_markov(head: Any, text: Text, target_head: Tensor) -> None:
-    """Initialise a Markov correction that is zero. target_head [V, C]: as in initialize_head."""
-    if not head.config.markov_rank or bool(head.markov_head.weight.any()):
-        return
+    """Initialise a head's Markov correction. target_head [V, C]: as in initialize_head."""
     sums_VC, counts_V = token_sums(head.draft_ids().to(target_head.device), text, target_head)
     mean_C = sums_VC.sum(0) / counts_V.sum()
     changes_VC = (sums_VC - counts_V[:, None] * mean_C) / (counts_V + PRIOR)[:, None]

@@ -161,7 +161,8 @@ def _initialized_head(
             kind.initialize(head, text, target_head, seed)
         else:
             head.load_state_dict(init_head.state_dict())
-        initialize_markov(head, text, target_head)
+        if shape.markov_rank and (init_head is None or not bool(init_head.markov_head.weight.any())):
+            initialize_markov(head, text, target_head)
         work["start"] = dict(head.named_parameters())
     group.barrier()
     head.load_state_dict({**buffers(shape, ids), **work["start"]})
