@@ -134,7 +134,7 @@ def test_a_costly_grammar_delays_no_other_request(served, bomb, monkeypatch):
 def test_a_grammar_that_becomes_too_costly_ends_its_request(served, monkeypatch, stream):
     """It compiles quickly, but each mask takes 25 ms. Other requests are not delayed, and it is ended finally."""
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(grammar, "FOLLOW", {**grammar.FOLLOW, "seconds": 0.2})
+    monkeypatch.setattr(grammar, "FOLLOW", {**grammar.FOLLOW, "seconds": 0.5})
     payload = {"prompt": "x", "regex": f"x(a{{{100_000 + stream}}})", "max_tokens": 400, "stream": stream}
     with another_client(served) as times:
         began = len(times)
