@@ -83,7 +83,7 @@ DAMAGES = [
     ({"architectures": ["LlamaForCausalLM"]}, "no EAGLE-3 head"), ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, "captures boundary 4; the target has 3 layers"),
     ({"eagle_aux_hidden_state_convention": "after"}, "'after'"), ({"target_hidden_size": 60}, "shape"),
-    ({"hidden_size": "many"}, "config.json"),
+    ({"hidden_size": "many"}, "config.json"), ({"markov_rank": 8}, "needs a mask_token_id"),
 ]  # fmt: skip
 
 

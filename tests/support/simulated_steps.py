@@ -31,6 +31,13 @@ class SimulatedSteps:
         self.scheduler.add(request.sequences[0])
         return request
 
+    def has_blocks(self, prompt: Sequence) -> bool:
+        """Whether blocks are left for the longest chunk that a step could compute of a running prompt, and a copy."""
+        tables = self.scheduler.tables
+        stop = min(len(prompt.token_ids), prompt.computed + self.scheduler.max_num_batched_tokens)
+        missing = -(-stop // tables.block_size) - -(-prompt.computed // tables.block_size) + 1
+        return all(pool.num_available >= missing for pool in tables._pools)
+
     def run(self, plan: SchedulerOutput, drafts: int = 0) -> None:
         tables, forks, ended = self.scheduler.tables, [], []
         for sequence, upto in plan.chunks:

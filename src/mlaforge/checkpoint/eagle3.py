@@ -110,6 +110,8 @@ def head_config(
         )  # fmt: skip
     except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{directory}: config.json makes no EAGLE-3 head: {' '.join(str(error).split())}") from error
+    if config.markov_rank and config.mask_token_id is None:
+        raise UserError(f"{directory}: markov_rank = {config.markov_rank} needs a mask_token_id")
     return config
 
 
