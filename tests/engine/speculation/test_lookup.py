@@ -4,10 +4,11 @@ import dataclasses
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlaforge.engine.speculation.drafter import Acceptance
+from mlaforge.engine.speculation.drafter import Acceptance, Draft
 from mlaforge.engine.speculation.lookup import MAX_NGRAM, MIN_NGRAM, PromptLookupDrafter, _NgramIndex, proposals
 from support.drafters import Knowing
 from support.engine_driver import greedy, idle, random_prompts, watched
@@ -89,6 +90,36 @@ def test_goes_before_another_drafter_where_it_is_confident():
     assert proposals(drafter, PromptLookupDrafter(), rooms[:1], 2, 0.0)[repeated].token_ids == [1, 2]
     for lookup, longest in ((PromptLookupDrafter(), 0), (None, 8)):
         assert proposals(drafter, lookup, rooms[:1], longest, 0.0) == {}
+
+
+@given(
+    text=st.lists(few, min_size=1, max_size=30), head=st.lists(few, min_size=1, max_size=4), count=st.integers(1, 6),
+    one_pass=st.booleans(),
+)  # fmt: skip
+def test_replaces_what_one_pass_drafts_after_its_first_token(text, head, count, one_pass):
+    """By what followed the text and the tokens drafted before, where there is a match; after the head's last token,
+    where there is a long one. Chains whose head knows its drafts stay."""
+    sequence, drafter = Text(text), Knowing([text + head])
+    drafter.one_pass = one_pass
+    lookup = PromptLookupDrafter()
+    drafts = proposals(drafter, lookup, [(sequence, count, count)], 0, 0.0)
+    head = head[:count]
+    chain = head[:1]
+    while one_pass and len(chain) < count:
+        before = text + chain
+        long = any(before[at : at + MAX_NGRAM] == before[-MAX_NGRAM:] for at in range(len(before) - MAX_NGRAM))
+        found = looked_up(before, 1) if long or len(chain) < len(head) else None
+        if not (found or head[len(chain) :]):
+            break
+        chain += found or head[len(chain) : len(chain) + 1]
+    assert drafts[sequence].token_ids == (chain if one_pass else head)
+
+
+def test_leaves_sampled_drafts_and_trees_as_they_are():
+    sequence, lookup = Text([1, 2, 3, 1]), PromptLookupDrafter()
+    assert lookup.after_first(sequence, Draft([2, 9]), 2).token_ids == [2, 3]
+    for draft in (Draft([]), Draft([2, 9], torch.ones(2, 10) / 10), Draft([2, 9], parents=[-1, -1])):
+        assert lookup.after_first(sequence, draft, 2) is draft
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,8 @@ class BlockDrafter(Drafter):
     watcher         sees every pass and every verified draft
     """
 
+    one_pass = True
+
     def __init__(
         self, head: BlockHead, model: EngineModel, rows: Items[PagedRows], make_batch: Callable[[list[Chunk]], Batch]
     ):

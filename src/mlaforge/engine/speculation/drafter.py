@@ -119,11 +119,13 @@ class Drafter(abc.ABC):
     name         the mode's name
     boundaries   layers whose input, the target's residual stream, is captured for `observe`
     longest      tokens of its longest draft, and by default of any; None: as the options say
+    one_pass     whether it drafts all tokens at once, without knowing the ones before
     """
 
     name = "chain"
     boundaries: tuple[int, ...] = ()
     longest: int | None = None
+    one_pass = False
 
     @functools.cached_property
     def acceptance(self) -> Acceptance:

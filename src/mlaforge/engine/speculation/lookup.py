@@ -19,7 +19,8 @@ MAX_NGRAM, MIN_NGRAM = 4, 2
 
 
 class PromptLookupDrafter(Drafter):
-    """Drafts by prompt lookup, alone (`propose`) or before another drafter (`propose_confident`)."""
+    """Drafts by prompt lookup, alone (`propose`), before another drafter (`propose_confident`) or after the first token
+    of one (`after_first`)."""
 
     def __init__(self) -> None:
         self.confident_acceptance = Acceptance()
@@ -35,12 +36,31 @@ class PromptLookupDrafter(Drafter):
         draft = self._draft(sequence, count, MAX_NGRAM) if count else None
         return None if draft is None else dataclasses.replace(draft, copied=True)
 
-    def _draft(self, sequence: Sequence, count: int, least: int) -> Draft | None:
+    def after_first(self, sequence: Sequence, draft: Draft, count: int) -> Draft:
+        """Return a greedy chain of a head that drafts in one pass, at most `count` tokens, with every token after the
+        first replaced by what followed the text and the drafted tokens before it, where these occurred before. The head
+        does not know its first token when it drafts the others. A match of MAX_NGRAM tokens also extends the chain."""
+        if not draft.token_ids or draft.q_KV is not None or draft.parents is not None:
+            return draft
+        index, text, length = self._index(sequence), list(sequence.token_ids), len(sequence.token_ids)
+        text.append(draft.token_ids[0])
+        for place in range(1, count):
+            drafted = place < len(draft.token_ids)
+            start = index.find(text, MIN_NGRAM if drafted else MAX_NGRAM)
+            if start is None and not drafted:
+                break
+            text.append(draft.token_ids[place] if start is None else text[start])
+        return dataclasses.replace(draft, token_ids=text[length:])
+
+    def _index(self, sequence: Sequence) -> _NgramIndex:
         # Of a provisional copy its original is indexed: what it appends may be rejected.
         known = sequence.original or sequence
         index = self._indices.setdefault(known, _NgramIndex())
         index.extend(known.token_ids)
-        start = index.find(sequence.token_ids, least)
+        return index
+
+    def _draft(self, sequence: Sequence, count: int, least: int) -> Draft | None:
+        start = self._index(sequence).find(sequence.token_ids, least)
         if start is None:
             return None
         # Past the end of the text the continuation repeats itself.
@@ -51,14 +71,17 @@ def proposals(
     drafter: Drafter, lookup: PromptLookupDrafter | None, budgets: Items[tuple[Sequence, int, int]], lookup_tokens: int,
     min_probability: float,
 ) -> dict[Sequence, Draft]:  # fmt: skip
-    """Draft by prompt lookup, up to `lookup_tokens`, where it is confident, else by `drafter`. budgets: (sequence,
-    tokens for which there is room, tokens for `drafter`)."""
+    """Draft by prompt lookup, up to `lookup_tokens`, where it is confident, else by `drafter`, and by both where that
+    drafts in one pass. budgets: (sequence, tokens for which there is room, tokens for `drafter`)."""
     drafts: dict[Sequence, Draft | None] = {}
     if lookup is not None:
         drafts = {s: lookup.propose_confident(s, min(room, lookup_tokens)) for s, room, _ in budgets}
     rest = [(s, min(room, count)) for s, room, count in budgets if not drafts.get(s) and min(room, count)]
     if rest:
-        drafts |= zip((s for s, _ in rest), drafter.propose(rest, min_probability), strict=True)
+        drafted = drafter.propose(rest, min_probability)
+        if lookup is not None and drafter.one_pass:
+            drafted = [draft and lookup.after_first(s, draft, n) for (s, n), draft in zip(rest, drafted, strict=True)]
+        drafts |= zip((s for s, _ in rest), drafted, strict=True)
     return {sequence: draft for sequence, draft in drafts.items() if draft is not None}
 
 
