@@ -37,19 +37,20 @@ class PromptLookupDrafter(Drafter):
         return None if draft is None else dataclasses.replace(draft, copied=True)
 
     def after_first(self, sequence: Sequence, draft: Draft, count: int) -> Draft:
-        """Return a greedy chain of a head that drafts in one pass, at most `count` tokens, with every token after the
-        first replaced by what followed the text and the drafted tokens before it, where these occurred before. The head
-        does not know its first token when it drafts the others. A match of MAX_NGRAM tokens also extends the chain."""
+        """Return a greedy chain of a head that drafts in one pass, with every token after the first replaced by what
+        followed the newest tokens, drafted ones included, where they occurred before: the head drafts without knowing
+        its first token. Matches extend a chain that the head ended early, to at most `count` tokens."""
         if not draft.token_ids or draft.q_KV is not None or draft.parents is not None:
             return draft
         index, text, length = self._index(sequence), list(sequence.token_ids), len(sequence.token_ids)
         text.append(draft.token_ids[0])
         for place in range(1, count):
-            drafted = place < len(draft.token_ids)
-            start = index.find(text, MIN_NGRAM if drafted else MAX_NGRAM)
-            if start is None and not drafted:
+            if (start := index.find(text, MIN_NGRAM)) is not None:
+                text.append(text[start])
+            elif place < len(draft.token_ids):
+                text.append(draft.token_ids[place])
+            else:
                 break
-            text.append(draft.token_ids[place] if start is None else text[start])
         return dataclasses.replace(draft, token_ids=text[length:])
 
     def _index(self, sequence: Sequence) -> _NgramIndex:
