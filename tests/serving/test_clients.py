@@ -1,6 +1,10 @@
 """Third-party clients of `mlaforge serve`: lm-eval and vLLM's serving benchmark.
 
-Both are installed in separate environments; see docs/serving.md, section "Real clients".
+Both are installed in separate environments:
+
+    python3.11 -m venv ENV && ENV/bin/pip install -c constraints.txt torch
+    ENV/bin/pip install -c constraints.txt "lm-eval[api]" transformers
+    MLAFORGE_LM_EVAL=ENV/bin/lm_eval MLAFORGE_VLLM=VLLM_ENV/bin/vllm pytest -m slow tests/serving/test_clients.py
 """
 
 import json
