@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mlaforge.ops import native, row_formats
-from mlaforge.ops.kernel_library import FOLDER, KernelLibrary
+from mlaforge.ops.kernel_library import FOLDER, KernelLibrary, cache_folder
 
 # bf16 with the bytes of an element swapped, after a byte that has no meaning.
 FORMAT = '''"""Elements of bf16, the high byte first."""
@@ -88,18 +88,16 @@ LENGTHS = [5, 300, 700]
 
 
 @pytest.fixture(scope="module")
-def toy_kernels(request, tmp_path_factory):
-    """Kernels with the toy's header, compiled into pytest's cache: once until a source changes."""
+def toy_kernels(tmp_path_factory):
+    """Kernels with the toy's header, compiled into the cache of libraries: once until a source changes."""
     form = native.form()
     if form is None or native.compiler() is None:
         pytest.skip("no compiler, or a processor without kernels")
-    folder = tmp_path_factory.mktemp("toy")
-    source = folder / "cpu"
+    source = tmp_path_factory.mktemp("toy") / "cpu"
     shutil.copytree(FOLDER, source)
     (source / "rows/toy_rows.h").write_text(HEADER)
     library = KernelLibrary("toy", native.FORMS[form], source, (*FLAGS, "-DPOISONED_SCRATCH"))
-    cache = getattr(request.config, "cache", None)  # None with -p no:cacheprovider
-    torch.ops.load_library(library.build(cache.mkdir("toy-kernels") if cache else folder))
+    torch.ops.load_library(library.find() or library.build(cache_folder()))
     return native.operations("toy")
 
 
