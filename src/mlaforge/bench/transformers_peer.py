@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
 from pathlib import Path
@@ -54,9 +55,12 @@ class Transformers:
     def generate(self, count: int) -> tuple[list[float], list[list[int]]]:
         """Decode `count` tokens per prompt. Return the time of each step and the token ids."""
         clock = Clock(self.device)
+        # transformers 5.24 renamed the keyword.
+        renamed = "cache" in inspect.signature(self.causal_lm.forward).parameters
         token_ids = self.causal_lm.generate(
-            self.ids, attention_mask=torch.ones_like(self.ids), past_key_values=self.cache, do_sample=False,
-            max_new_tokens=count, min_new_tokens=count, logits_processor=[clock],
+            self.ids, attention_mask=torch.ones_like(self.ids), do_sample=False, max_new_tokens=count,
+            min_new_tokens=count, logits_processor=[clock],
+            **{"cache" if renamed else "past_key_values": self.cache},
         )  # fmt: skip
         return clock.times, token_ids[:, self.ids.shape[1] :].tolist()
 
