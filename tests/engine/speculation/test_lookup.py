@@ -94,30 +94,30 @@ def test_goes_before_another_drafter_where_it_is_confident():
 
 @given(
     text=st.lists(few, min_size=1, max_size=30), head=st.lists(few, min_size=1, max_size=4), count=st.integers(1, 6),
-    one_pass=st.booleans(),
+    parallel_drafting=st.booleans(),
 )  # fmt: skip
-def test_replaces_what_one_pass_drafts_after_its_first_token(text, head, count, one_pass):
+def test_replaces_what_one_pass_drafts_after_its_first_token(text, head, count, parallel_drafting):
     """By what followed the newest tokens, where they occurred before, also after the head's last token. Chains whose
     head knows its drafts stay."""
     sequence, drafter = Text(text), Knowing([text + head])
-    drafter.one_pass = one_pass
+    drafter.parallel_drafting = parallel_drafting
     lookup = PromptLookupDrafter()
     drafts = proposals(drafter, lookup, [(sequence, count, count)], 0, 0.0)
     head = head[:count]
     chain = head[:1]
-    while one_pass and len(chain) < count:
-        found = looked_up(text + chain, 1) or head[len(chain) : len(chain) + 1]
-        if not found:
+    while parallel_drafting and len(chain) < count:
+        continuation = looked_up(text + chain, 1) or head[len(chain) : len(chain) + 1]
+        if not continuation:
             break
-        chain += found
-    assert drafts[sequence].token_ids == (chain if one_pass else head)
+        chain += continuation
+    assert drafts[sequence].token_ids == (chain if parallel_drafting else head)
 
 
 def test_leaves_sampled_drafts_and_trees_as_they_are():
     sequence, lookup = Text([1, 2, 3, 1]), PromptLookupDrafter()
-    assert lookup.after_first(sequence, Draft([2, 9]), 2).token_ids == [2, 3]
+    assert lookup.replace_after_first(sequence, Draft([2, 9]), 2).token_ids == [2, 3]
     for draft in (Draft([]), Draft([2, 9], torch.ones(2, 10) / 10), Draft([2, 9], parents=[-1, -1])):
-        assert lookup.after_first(sequence, draft, 2) is draft
+        assert lookup.replace_after_first(sequence, draft, 2) is draft
 
 
 @pytest.fixture(scope="module")

@@ -66,8 +66,8 @@ arrivals = st.tuples(
         (0, 31, 0, 1, 1, 3, 0.0, None, True), (0, 39, 0, 1, 1, 2, 0.0, None, True),
         (0, 69, 0, 1, 1, 0, 0.0, None, True),
     ],
-    mode="chain", count=1, nodes=0, right=0.0, prompt_lookup=False, view=(0, 8, 1, 1), block_size=1, max_step=34,
-    spare=0, caching=True,
+    mode="chain", count=1, nodes=0, right=0.0, prompt_lookup=False, parallel=False, view=(0, 8, 1, 1), block_size=1,
+    max_step=34, spare=0, caching=True,
 )  # fmt: skip
 @settings(max_examples=12)
 @given(
@@ -77,6 +77,7 @@ arrivals = st.tuples(
     nodes=st.integers(0, 12),
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     prompt_lookup=st.booleans(),
+    parallel=st.booleans(),
     view=st.tuples(st.sampled_from([0, 8]), st.sampled_from([8, 200]), st.integers(1, 4), st.integers(1, 12)),
     block_size=st.sampled_from([1, 3, 4, 16]),
     max_step=st.integers(4, 80),
@@ -84,7 +85,7 @@ arrivals = st.tuples(
     caching=st.sampled_from([True, True, False]),
 )
 def test_any_schedule_gives_the_tokens_of_plain_decoding(
-    loaded, requests, mode, count, nodes, right, prompt_lookup, view, block_size, max_step, spare, caching
+    loaded, requests, mode, count, nodes, right, prompt_lookup, parallel, view, block_size, max_step, spare, caching
 ):
     """Windows, latents, sparse layers, chunks, preemption, shared prefixes, continuations, sampled requests beside
     greedy ones, requests without drafts, aborts, and any number of rejected tokens. What is published as a prefix was
@@ -110,8 +111,10 @@ def test_any_schedule_gives_the_tokens_of_plain_decoding(
     # Sparse and latent layers compute prompts in another form than answers.
     exact = one_form or not caching or not any(follow for _, _, follow, *_ in requests)
     sizes = dict(zip(("retrieval", "window", "full_every", "max_provisional"), view, strict=True))
+    drafter = Branching([p + plain.continuation(p) for p in prompts], right)
+    drafter.parallel_drafting = parallel
     engine.set_drafter(
-        Branching([p + plain.continuation(p) for p in prompts], right), count, prompt_lookup,
+        drafter, count, prompt_lookup,
         AnyLength(sink=1, **sizes), specpv=mode in ("sparse view", "adaptive"), specpv_dtype="model",
         speculative_tree_tokens=(count + nodes) * (mode in ("tree", "adaptive")),
         adaptive_speculation=mode == "adaptive",
@@ -368,7 +371,7 @@ def test_long_contexts(context, family, dtype, lengthened, tmp_path):
     for count in counts:
         knowing = Branching(texts, 0.8, seed=count)
         for drafter in [head] if head else [knowing] if tree or view else [knowing, PromptLookupDrafter()]:
-            speculate(engine, drafter, count, tree, view=view)
+            speculate(engine, drafter, count, tree, prompt_lookup=drafter.parallel_drafting, view=view)
             outputs = llm.generate(prompts, greedy(SOME))
             check(oracle, llm, prompts, expected, outputs)
             stats = engine.stats().speculation

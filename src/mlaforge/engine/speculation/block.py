@@ -63,7 +63,7 @@ class BlockDrafter(Drafter):
     watcher         sees every pass and every verified draft
     """
 
-    one_pass = True
+    parallel_drafting = True
 
     def __init__(
         self, head: BlockHead, model: EngineModel, rows: Items[PagedRows], make_batch: Callable[[list[Chunk]], Batch]

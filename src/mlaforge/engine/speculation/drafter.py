@@ -116,16 +116,16 @@ class Drafter(abc.ABC):
     """Proposes tokens before a step (`propose`), sees the target's states after it (`observe`) and what was accepted
     (`record`). Sequences start and end without notice. A subclass must define `propose` only.
 
-    name         the mode's name
-    boundaries   layers whose input, the target's residual stream, is captured for `observe`
-    longest      tokens of its longest draft, and by default of any; None: as the options say
-    one_pass     whether it drafts all tokens at once, without knowing the ones before
+    name               the mode's name
+    boundaries         layers whose input, the target's residual stream, is captured for `observe`
+    longest            tokens of its longest draft, and by default of any; None: as the options say
+    parallel_drafting  whether it drafts all tokens at once, without knowing the ones before
     """
 
     name = "chain"
     boundaries: tuple[int, ...] = ()
     longest: int | None = None
-    one_pass = False
+    parallel_drafting = False
 
     @functools.cached_property
     def acceptance(self) -> Acceptance:

@@ -98,7 +98,7 @@ class EagleDrafter(Drafter):
     ):  # fmt: skip
         self.model, self.boundaries, self._make_batch = model, head.config.boundaries, make_batch
         self.head, self.target_ids = PagedDraftHead(head, model, rows), head.target_ids.to(model.device)
-        self.stops_early, self.one_pass = model.device.type == "cpu", self.head.mask_state is not None
+        self.stops_early, self.parallel_drafting = model.device.type == "cpu", self.head.mask_state is not None
         self.graphs: DraftGraphs | None = None
         if graphs is not None and self.head.mask_state is None:
             self.graphs = DraftGraphs(

@@ -20,7 +20,7 @@ MAX_NGRAM, MIN_NGRAM = 4, 2
 
 class PromptLookupDrafter(Drafter):
     """Drafts by prompt lookup, alone (`propose`), before another drafter (`propose_confident`) or after the first token
-    of one (`after_first`)."""
+    of one (`replace_after_first`)."""
 
     def __init__(self) -> None:
         self.confident_acceptance = Acceptance()
@@ -36,7 +36,7 @@ class PromptLookupDrafter(Drafter):
         draft = self._draft(sequence, count, MAX_NGRAM) if count else None
         return None if draft is None else dataclasses.replace(draft, copied=True)
 
-    def after_first(self, sequence: Sequence, draft: Draft, count: int) -> Draft:
+    def replace_after_first(self, sequence: Sequence, draft: Draft, count: int) -> Draft:
         """Return a greedy chain of a head that drafts in one pass, with every token after the first replaced by what
         followed the newest tokens, drafted ones included, where they occurred before: the head drafts without knowing
         its first token. Matches extend a chain that the head ended early, to at most `count` tokens."""
@@ -80,8 +80,11 @@ def proposals(
     rest = [(s, min(room, count)) for s, room, count in budgets if not drafts.get(s) and min(room, count)]
     if rest:
         drafted = drafter.propose(rest, min_probability)
-        if lookup is not None and drafter.one_pass:
-            drafted = [draft and lookup.after_first(s, draft, n) for (s, n), draft in zip(rest, drafted, strict=True)]
+        if lookup is not None and drafter.parallel_drafting:
+            drafted = [
+                draft and lookup.replace_after_first(sequence, draft, count)
+                for (sequence, count), draft in zip(rest, drafted, strict=True)
+            ]
         drafts |= zip((s for s, _ in rest), drafted, strict=True)
     return {sequence: draft for sequence, draft in drafts.items() if draft is not None}
 
