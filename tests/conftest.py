@@ -68,6 +68,16 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def modules_stay_frozen() -> Iterator[None]:
+    """A bench freezes the heap of its process and unfreezes all of it at its end, which here are all modules and tests:
+    every later collection would look at them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed torch, so that a test gives the same result alone, after other tests and in another process; and speed
