@@ -278,12 +278,18 @@ def converted(
     from mlaforge.conversion.config import ConvertConfig
 
     sources = {**tiny_models, "biased_llama": biased_llama}
+    # Families of which the default converts all layers.
+    without_windows = {"llama", "biased_llama", "qwen2"}
 
     def get(family: str, layout: str | None, **options: Any) -> Path:
+        # What means the same is converted once.
+        if options.get("layers") == "auto" or options.get("layers") == "all" and family in without_windows:
+            del options["layers"]
+        # Plain rows, unless a test sets bits.
+        options |= {} if "bits" in options or "budget" in options else {"budget": 0.5}
+
         def convert_to(out: Path) -> None:
             settings = {"seqlen": 64, "nsamples": 12, "eval_windows": 4, "device": "cpu", **options}
-            # Plain rows, unless a test sets bits.
-            settings |= {} if "bits" in settings or "budget" in settings else {"budget": 0.5}
             config = ConvertConfig(
                 layout=layout, calibration=str(calibration_file), evaluation=str(evaluation_file), **settings
             )

@@ -142,17 +142,20 @@ class Tables:
         return 0, self.blocks[seq][: -(-self.rows[seq] // BLOCK)]
 
 
-def outputs(directory, index, ranks, size, hidden, shard=Shard):
-    """A layer's output for three sequences, [N, C] in the order of STEPS, by so many ranks in groups of `size`, added
-    up."""
-    raw = reader.read_config(directory)
+def heads_of_ranks(raw, ranks, size):
+    """The heads of so many ranks in groups of `size`, and their models without weights."""
+    heads = [Heads(raw["num_key_value_heads"], number, ranks, size, grouped=True) for number in range(ranks)]
+    return [(of_rank, loading.skeleton(of_rank.config(raw))) for of_rank in heads]
+
+
+def outputs(model, raw, index, of_ranks, size, hidden, shard=Shard):
+    """A layer's output for three sequences, [N, C] in the order of STEPS, by all ranks, added up."""
     spec = read_spec(raw).layers[index]
-    groups = [Ranks(size) for _ in range(ranks // size)]
-    state = loading.load_model(directory, "float32").model.layers[index].self_attn.state_dict()
+    groups = [Ranks(size) for _ in range(len(of_ranks) // size)]
+    state = model.model.layers[index].self_attn.state_dict()
 
     def of_rank(number):
-        heads, rank = Heads(raw["num_key_value_heads"], number, ranks, size, grouped=True), number % size
-        skeleton = loading.skeleton(heads.config(raw))
+        (heads, skeleton), rank = of_ranks[number], number % size
         rotary = type(skeleton.model.rotary_emb)(skeleton.config)
         module = skeleton.model.layers[index].self_attn
         if hasattr(module, "table"):
@@ -186,9 +189,8 @@ def outputs(directory, index, ranks, size, hidden, shard=Shard):
     return sum(run(of_rank, groups))
 
 
-def expected(directory, index, hidden):
+def expected(model, index, hidden):
     """transformers' output of the layer, in the order of STEPS."""
-    model = loading.load_model(directory, "float32")
     wholes = []
     for x in hidden:
         rotation = model.model.rotary_emb(x[None], torch.arange(len(x))[None])
@@ -217,10 +219,11 @@ def test_ranks_compute_what_one_computes(case, ranks, size, converted):
     """Four query heads and two KV heads; steps of chunks, of single tokens and of drafts; sinks, norms and biases."""
     *names, options = case
     directory = converted(*names, **options)
-    hidden = inputs(directory)
-    for index in range(len(read_spec(reader.read_config(directory)).layers)):
+    hidden, model, raw = inputs(directory), loading.load_model(directory, "float32"), reader.read_config(directory)
+    of_ranks = heads_of_ranks(raw, ranks, size)
+    for index in range(len(model.model.layers)):
         torch.testing.assert_close(
-            outputs(directory, index, ranks, size, hidden), expected(directory, index, hidden), atol=1e-5, rtol=1e-4
+            outputs(model, raw, index, of_ranks, size, hidden), expected(model, index, hidden), atol=1e-5, rtol=1e-4
         )
 
 

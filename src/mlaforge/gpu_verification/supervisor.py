@@ -65,11 +65,11 @@ class Child:
                 return
             self.buffer += read
 
-    def end(self) -> int:
-        """Kill the process group and return the exit code."""
+    def end(self, expired: bool = False) -> int:
+        """Kill the process group and return the exit code. expired: the process is still at work."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             # A process that has closed its reports is about to exit.
-            self.process.wait(timeout=2.0)
+            self.process.wait(timeout=0.0 if expired else 2.0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         os.close(self.reports)
@@ -140,7 +140,7 @@ class Supervisor:
                     self._row(stage, cases[number], report)
                     number, started, ended = number + 1, False, report
         finally:
-            code = child.end()
+            code = child.end(expired)
         if not cases:
             status = "timed out" if expired else "crashed"
             self._row(stage, {"case": "list of cases"}, {"status": status, "detail": f"{_ending(code)}, see {LOG}"})
@@ -185,7 +185,7 @@ class Supervisor:
                 elif report["event"] == "end":
                     outcome = f"{report['status']} {report.get('detail', '')}".strip()
         finally:
-            code = child.end()
+            code = child.end(outcome == "timed out")
         return outcome if outcome != "crashed" else f"crashed: {_ending(code)}"
 
     def _job(self, stage: Stage, first: int = 0, only: int | None = None) -> Job:
