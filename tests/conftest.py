@@ -283,7 +283,7 @@ def converted(
 
     def get(family: str, layout: str | None, **options: Any) -> Path:
         # What means the same is converted once.
-        if options.get("layers") == "auto" or options.get("layers") == "all" and family in without_windows:
+        if options.get("layers") == "auto" or (options.get("layers") == "all" and family in without_windows):
             del options["layers"]
         # Plain rows, unless a test sets bits.
         options |= {} if "bits" in options or "budget" in options else {"budget": 0.5}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Callable
 
@@ -173,16 +174,19 @@ class Scheduler:
     def _start_waiting(self, queue: list[Sequence], budget: int, scheduled: SchedulerOutput) -> bool:
         """Run waiting sequences from this step on, in the order of the queue, while the budget lasts. Return False if
         one lacks places or blocks, which ends the search."""
-        running = set(self.running)
+        running, places = set(self.running), self._places
+        # Blocks of each group that running prompts need for their rest, computed once: a step may start hundreds.
+        rest = self.tables.growth({s.number: len(s.token_ids) for s in self.running if not s.decoding})
         for sequence in queue:
             if sequence in running:
                 continue
             if not budget:
                 break
-            if _num_sequences(sequence) > self._places:
+            if _num_sequences(sequence) > places:
                 return False
             cached = self.tables.start(sequence.number, sequence.token_ids, sequence.reuses_prefix)
-            upto, leaves_room = self._end(sequence, cached, budget), self._leaves_room(sequence)
+            whole = {sequence.number: len(sequence.token_ids)}
+            upto, leaves_room = self._end(sequence, cached, budget), self._leaves_room(rest, whole)
             copies = self.tables.reserve(sequence.number, upto) if leaves_room else None
             if copies is None:
                 self.tables.free(sequence.number)
@@ -190,6 +194,9 @@ class Scheduler:
                 self._insufficient_blocks = self.tables.available if leaves_room else 0
                 return False
             self._run(sequence, cached)
+            places -= _num_sequences(sequence)
+            if not sequence.decoding:
+                rest = list(map(operator.add, rest, self.tables.growth(whole)))
             scheduled.chunks.append((sequence, upto))
             scheduled.copies += copies
             budget -= _cost(sequence, upto, budget)
@@ -211,12 +218,10 @@ class Scheduler:
         """Number of further sequences that may run."""
         return self.max_num_seqs - sum(map(_num_sequences, self.running))
 
-    def _leaves_room(self, sequence: Sequence) -> bool:
-        """Whether prompts that began before have blocks for their rest, though this one is computed completely: else
-        they would preempt it, again and again."""
-        rest = {started.number: len(started.token_ids) for started in self.running if not started.decoding}
-        growth = self.tables.growth({**rest, sequence.number: len(sequence.token_ids)})
-        return not any(self.tables.growth(rest)) or self.tables.fits(growth)
+    def _leaves_room(self, rest: list[int], whole: dict[int, int]) -> bool:
+        """Whether prompts that began before have blocks for their `rest`, though that of `whole` is computed
+        completely: else they would preempt it, again and again."""
+        return not any(rest) or self.tables.fits(list(map(operator.add, rest, self.tables.growth(whole))))
 
     def _end(self, sequence: Sequence, start: int, budget: int) -> int:
         """The position up to which a step may compute a sequence, from `start` on."""

@@ -42,8 +42,6 @@ HEADS = {
     "likely": (eagle3_heads.saved, 0.5, {0, 1, 2}),
     "likely, cut afterwards": (eagle3_heads.saved, 0.5, {0, 1, 2}),
     "parallel": (functools.partial(eagle3_heads.saved, mask_token_id=5), 0.0, {2}),
-    "parallel, Markov": (functools.partial(eagle3_heads.saved, mask_token_id=5, markov_rank=8), 0.0, {2}),
-    "block": (block_heads.saved, 0.0, {2}),
     "block, Markov": (functools.partial(block_heads.saved, markov_rank=8), 0.0, {2}),
     "likely block": (block_heads.saved, 0.7, {0, 1}),
 }
