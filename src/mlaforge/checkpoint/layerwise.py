@@ -38,6 +38,7 @@ class LayerStream:
         self.spec = self.source.spec
         # Prompt tokens attend densely: without `as_generated` a sparse model would be evaluated as a dense one.
         causal_lm: Any = loading.as_generated(loading.skeleton(self.source.config)).eval()
+        self._expected = loading.tensors_of(causal_lm, self.source.config)
         loading.keep_packed(causal_lm, self.source.config)
         self.causal_lm, self.decoder = causal_lm, causal_lm.model
         self.config = causal_lm.config
@@ -61,7 +62,7 @@ class LayerStream:
 
     def check(self) -> None:
         """Raises UserError for the first weight that is missing, unexpected, wrongly shaped, or not finite."""
-        self.reader.check(*loading.expected_tensors(self.source.config))
+        self.reader.check(*self._expected)
 
     def tensor(self, name: str) -> Tensor:
         """Return a weight by its name in the model class."""

@@ -81,10 +81,11 @@ def load_packed(model: str | Path | SourceModel, dtype: str = "auto", device: to
         return load_model(source, dtype, device)
     _ = source.spec
     causal_lm = skeleton(source.config)
+    expected = tensors_of(causal_lm, source.config)
     keep_packed(causal_lm, source.config)
     kind, state = resolve_dtype(dtype, source.dtype), {}
     with source.weights() as reader:
-        reader.check(*expected_tensors(source.config))
+        reader.check(*expected)
         for name in causal_lm.state_dict():
             # Only a head tied to the embedding may be absent.
             tensor = reader[name if name in reader else "model.embed_tokens.weight"].to(device)
@@ -154,7 +155,11 @@ def expected_tensors(
 @functools.lru_cache(maxsize=4)
 def _expected_tensors(config_json: str) -> tuple[dict[str, tuple[int, ...]], frozenset[str], frozenset[str]]:
     config = json.loads(config_json)
-    model = skeleton(config)
+    return tensors_of(skeleton(config), config)
+
+
+def tensors_of(model: Any, config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], frozenset[str], frozenset[str]]:
+    """Return `expected_tensors` of a config.json, given its skeleton with experts that are not packed."""
     tensors = model.state_dict()
     shapes = mxfp4.stored(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     tied = model.all_tied_weights_keys if getattr(model.config, "tie_word_embeddings", False) else ()
