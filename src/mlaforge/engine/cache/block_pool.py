@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -181,21 +182,28 @@ class BlockPool:
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless `holders`, a list of blocks per user, explain every reference count."""
-        expected_counts = Counter(block for blocks in holders for block in blocks)
-        for block, count in enumerate(self._ref_counts):
-            assert count == expected_counts[block], (
-                f"block {block} has {count} references, but {expected_counts[block]} users"
-            )
-            states = [count > 0, self._free[block] == 1, block in self._region(block).evictable]
-            assert sum(states) == 1, f"block {block} is (used, free, evictable) = {states}, not one of them"
-            published = block in self._digest_of
-            assert not (states[1] and published), f"block {block} is free but published"
-            assert not states[2] or published, f"block {block} is evictable but not published"
+        # By sets: a loop over thousands of blocks would be most of a checked step.
+        users = Counter(block for blocks in holders for block in blocks)
+        counts = {block: count for block, count in enumerate(self._ref_counts) if count}
+        for block in (block for block in counts.keys() | users.keys() if counts.get(block, 0) != users[block]):
+            raise AssertionError(f"block {block} has {counts.get(block, 0)} references, but {users[block]} users")
+        blocks = range(len(self._ref_counts))
+        free = set(itertools.compress(blocks, self._free))
+        evictable = self._quantized.evictable.keys() | self._unquantized.evictable.keys()
+        published = self._digest_of.keys()
+        for block in set(blocks) ^ counts.keys() ^ free ^ evictable or counts.keys() & free & evictable:
+            states = [block in counts, block in free, block in evictable]
+            raise AssertionError(f"block {block} is (used, free, evictable) = {states}, not one of them")
+        for block in free & published:
+            raise AssertionError(f"block {block} is free but published")
+        for block in evictable - published:
+            raise AssertionError(f"block {block} is evictable but not published")
         for region in (self._quantized, self._unquantized):
-            free = sum(self._free[region.start : region.stop])
-            assert region.num_free == free, (
-                f"{free} of blocks {region.start} to {region.stop} are free, not {region.num_free}"
+            num_free = sum(self._free[region.start : region.stop])
+            assert region.num_free == num_free, (
+                f"{num_free} of blocks {region.start} to {region.stop} are free, not {region.num_free}"
             )
+            assert all(region.start <= block < region.stop for block in region.evictable), "evictable in another region"
         block_of = {digest: block for block, digest in self._digest_of.items()}
         assert block_of == self._block_of and len(block_of) == len(self._digest_of), "digests and blocks differ"
 
