@@ -154,7 +154,7 @@ def test_rejects_damaged_codes(counts, word, converted, refused, tmp_path):
     config = json.loads((out / "config.json").read_text())
     config["mla_code_counts"] = counts(config["mla_code_counts"])
     (out / "config.json").write_text(json.dumps(config))
-    refused(("config.json", word), "eval", out)
+    refused(("config.json", word), "eval", out, "--windows", 1)
 
 
 def test_versions_of_coded_rows(converted, refused, tmp_path):
@@ -173,6 +173,6 @@ def test_versions_of_coded_rows(converted, refused, tmp_path):
         model = loading.load_model(out)
         assert model.config.mla_code_version == 1 and torch.equal(model(x).logits, logits)
     write(3)
-    refused(("config.json", "mla_code_version", "one of 1, 2"), "eval", out)
+    refused(("config.json", "mla_code_version", "one of 1, 2"), "eval", out, "--windows", 1)
     with pytest.raises(ValueError, match="mla_code_version 3 is not one of"):
         LlamaMlaForCausalLM(LlamaMlaConfig(**{**model.config.to_dict(), "mla_code_version": 3}))

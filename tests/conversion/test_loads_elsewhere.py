@@ -21,7 +21,8 @@ ids, paths, directories = json.loads(sys.argv[1])
 sys.path[:0] = paths
 assert importlib.util.find_spec("mlaforge") is None, "mlaforge must not be importable here"
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel
+from transformers import PreTrainedTokenizerFast
 
 def load(directory, out):
     # trust_remote_code=False: no prompt on stdout, which is for JSON, and no code is run.
