@@ -29,7 +29,7 @@ VERBS = {
 # What a tiny model and text need beside the words of the text.
 FEW = ["--dtype", "float32", "--cache-bytes", "1000000"]
 MORE = {
-    "diagnose": ["--seqlen", "64"],
+    "diagnose": ["--seqlen", "64", "--windows", "3"],
     "calibrate": ["--window", "200", "--clusters", "4"],
     "convert": ["--seqlen", "64", "--eval-windows", "0"],
     "sparsify": ["--seqlen", "64", "--width", "16"],
