@@ -289,7 +289,8 @@ def converted(
         options |= {} if "bits" in options or "budget" in options else {"budget": 0.5}
 
         def convert_to(out: Path) -> None:
-            settings = {"seqlen": 64, "nsamples": 12, "eval_windows": 4, "device": "cpu", **options}
+            sizes = {"seqlen": 64, "nsamples": 12, "batch_size": 1 if "bits" in options else 12, "eval_windows": 4}
+            settings = {**sizes, "device": "cpu", **options}
             config = ConvertConfig(
                 layout=layout, calibration=str(calibration_file), evaluation=str(evaluation_file), **settings
             )
@@ -314,7 +315,13 @@ def model(tiny_models: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def short(calibration_file: Path, evaluation_file: Path) -> list[str]:
     """Options with which `convert` takes a fraction of a second on a tiny model."""
-    options = {"calibration": calibration_file, "evaluation": evaluation_file, "seqlen": 64, "nsamples": 4}
+    options = {
+        "calibration": calibration_file,
+        "evaluation": evaluation_file,
+        "seqlen": 64,
+        "nsamples": 4,
+        "batch-size": 4,
+    }
     options |= {"eval-windows": 2, "device": "cpu"}
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 

@@ -162,7 +162,7 @@ def test_each_layer_is_decomposed_once_even_by_a_resumed_run(
     layout, more, converted, tiny_models, calibration_file, evaluation_file, tmp_path, monkeypatch
 ):
     texts = {"calibration": str(calibration_file), "evaluation": str(evaluation_file)}
-    sizes = {"seqlen": 64, "nsamples": 12, "eval_windows": 4, "device": "cpu"}
+    sizes = {"seqlen": 64, "nsamples": 12, "batch_size": 12, "eval_windows": 4, "device": "cpu"}
     config, loaded, decomposed = ConvertConfig(layout=layout, **texts, **sizes, **more), [], []
     load, svd, solved = moments.load, torch.linalg.svd, LayerSolver._solved
 
@@ -183,7 +183,7 @@ def test_each_layer_is_decomposed_once_even_by_a_resumed_run(
     assert loaded == [0, 1, 2]
     # A factored query is a separate decomposition.
     assert len(decomposed) == 3 * (1 + ("q_lora_rank" in more))
-    at_once = converted("qwen2", layout, **more)
+    at_once = converted("qwen2", layout, batch_size=12, **more)
     for path in at_once.glob("*.safetensors"):
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
@@ -295,7 +295,7 @@ def test_perplexities_and_text_hashes_are_recorded(converted, tiny_models, evalu
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_checkpoints(dtype, converted, tiny_models):
-    directory = converted("llama", "latent_rope", budget=1.0, dtype=dtype)
+    directory = converted("llama", "latent_rope", budget=1.0, dtype=dtype, batch_size=1)
     model = loading.load_model(directory)
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
     assert model.model.layers[0].self_attn.rope_index.dtype == torch.int64
