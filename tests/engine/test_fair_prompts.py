@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlaforge.engine.cache.block_tables import BlockTables
 from mlaforge.engine.scheduler import TURN
 from support.engine_driver import greedy, idle, random_prompts, watched
 from support.simulated_steps import SimulatedSteps
@@ -32,6 +33,18 @@ def test_short_prompt_overtakes_a_long_one_in_one_step():
     # The long prompt has the rest of the step, and then all of it.
     assert step(simulated) == {"short": 40, "long": 24}
     assert step(simulated) == {"long": 64}
+
+
+def test_starting_many_prompts_takes_linear_work(monkeypatch):
+    """Blocks that a sequence still needs are computed a few times per prompt, however many start in the step."""
+    counted, growth = [], BlockTables._growth
+    monkeypatch.setattr(BlockTables, "_growth", lambda *arguments: counted.append(1) or growth(*arguments))
+    simulated = SimulatedSteps(MANY_BLOCKS, 200, 4096)
+    for number in range(200):
+        simulated.add(str(number), 8, 1, token=number)
+    assert len(step(simulated)) == 200
+    # Of two groups of blocks: before and after each prompt gets its own.
+    assert len(counted) <= 2 * 2 * 200
 
 
 def test_long_prompts_follow_in_order_of_arrival_until_they_are_short():
