@@ -38,7 +38,9 @@ def make(layer=None, tokens=None, seed=0, **fields):
 def randomized(head, tokens):
     """Return a draft head of any kind with random weights and this vocabulary."""
     for name, parameter in head.named_parameters():
-        torch.nn.init.normal_(parameter, 1.0, 0.3) if "norm" in name else torch.nn.init.normal_(parameter, std=0.25)
+        # A Markov correction, a product of two weights, changes which token is likely.
+        std = 0.3 if "norm" in name else 2.0 if "markov" in name else 0.25
+        torch.nn.init.normal_(parameter, float("norm" in name), std)
     if "d2t" in dict(head.named_buffers()):
         head.d2t += torch.tensor(tokens) - torch.arange(len(tokens))
         head.t2d[tokens] = True
