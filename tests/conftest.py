@@ -315,14 +315,8 @@ def model(tiny_models: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def short(calibration_file: Path, evaluation_file: Path) -> list[str]:
     """Options with which `convert` takes a fraction of a second on a tiny model."""
-    options = {
-        "calibration": calibration_file,
-        "evaluation": evaluation_file,
-        "seqlen": 64,
-        "nsamples": 4,
-        "batch-size": 4,
-    }
-    options |= {"eval-windows": 2, "device": "cpu"}
+    options = {"calibration": calibration_file, "evaluation": evaluation_file, "seqlen": 64, "nsamples": 4}
+    options |= {"batch-size": 4, "eval-windows": 2, "device": "cpu"}
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 

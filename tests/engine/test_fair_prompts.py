@@ -35,7 +35,7 @@ def test_short_prompt_overtakes_a_long_one_in_one_step():
     assert step(simulated) == {"long": 64}
 
 
-def test_starting_many_prompts_takes_linear_work(monkeypatch):
+def test_starting_many_prompts_sums_what_running_ones_need_once(monkeypatch):
     """Blocks that a sequence still needs are computed a few times per prompt, however many start in the step."""
     counted, growth = [], BlockTables._growth
     monkeypatch.setattr(BlockTables, "_growth", lambda *arguments: counted.append(1) or growth(*arguments))

@@ -174,12 +174,17 @@ class Scheduler:
     def _start_waiting(self, queue: list[Sequence], budget: int, scheduled: SchedulerOutput) -> bool:
         """Run waiting sequences from this step on, in the order of the queue, while the budget lasts. Return False if
         one lacks places or blocks, which ends the search."""
-        running, places = set(self.running), self._places
-        # Blocks of each group that running prompts need for their rest, computed once: a step may start hundreds.
-        rest = self.tables.growth({s.number: len(s.token_ids) for s in self.running if not s.decoding})
-        for sequence in queue:
-            if sequence in running:
-                continue
+        running = set(self.running)
+        waiting = [sequence for sequence in queue if sequence not in running]
+        if not waiting:
+            return True
+        # Places, and blocks of each group that running prompts need for their rest: computed once, because a step may
+        # start hundreds.
+        places, rest = (
+            self._places,
+            self.tables.growth({s.number: len(s.token_ids) for s in self.running if not s.decoding}),
+        )
+        for sequence in waiting:
             if not budget:
                 break
             if _num_sequences(sequence) > places:

@@ -191,6 +191,7 @@ class BlockPool:
         free = set(itertools.compress(blocks, self._free))
         evictable = self._quantized.evictable.keys() | self._unquantized.evictable.keys()
         published = self._digest_of.keys()
+        # Blocks in none or two of the three sets, or in all.
         for block in set(blocks) ^ counts.keys() ^ free ^ evictable or counts.keys() & free & evictable:
             states = [block in counts, block in free, block in evictable]
             raise AssertionError(f"block {block} is (used, free, evictable) = {states}, not one of them")
